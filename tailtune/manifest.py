@@ -1,0 +1,115 @@
+"""Publish a step's files so that they are complete or absent.
+
+A step writes into `DIRECTORY.partial`, then `manifest.json` is written last and the directory is
+renamed into place. A directory with a manifest is therefore complete, and a step that finds its
+own key in the manifest has nothing left to do.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal text."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON, as hexadecimal text: the identity of a configuration."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON (indented, UTF-8) so that a reader sees the old file or the whole new one."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text by rename: a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.chmod(temporary, 0o664)  # mkstemp's 0600 would lock out the other pods' user
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def partial_directory(directory: Path) -> Path:
+    """Where a step writes before `directory` is published."""
+    return directory.with_name(directory.name + ".partial")
+
+
+def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """The manifest of a complete directory, or None.
+
+    None when there is no manifest, when `key` is given and differs from the manifest's, or when a
+    listed file is missing or has another size. Content is not hashed again: that would read whole
+    models on every start.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    if key is not None and manifest["key"] != json.loads(json.dumps(key, default=str)):
+        return None
+    for name, entry in manifest["files"].items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            return None
+    return manifest
+
+
+def write_manifest(directory: Path, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Hash every file below `directory` and write its manifest, last."""
+    files = {
+        path.relative_to(directory).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+        }
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path != directory / MANIFEST
+    }
+    write_json(directory / MANIFEST, {"key": key, "files": files, "facts": facts})
+
+
+@contextmanager
+def publish(
+    directory: Path, key: Mapping[str, Any], facts: dict[str, Any], *, keep_partial: bool = False
+) -> Iterator[Path]:
+    """Yield the directory to write into; publish it under `directory` when the block succeeds.
+
+    `key` is what the content depends on, `facts` what the block found out (fill it in the block).
+    When the block raises, nothing appears under `directory`; what it wrote is deleted, unless
+    `keep_partial` says that the next attempt can go on from there.
+    """
+    partial = partial_directory(directory)
+    if not keep_partial:
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        write_manifest(partial, key, facts)
+    except BaseException:
+        if not keep_partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,386 @@
+"""The recipe: WHAT is trained, on what, and when it is good enough. Data only, no torch, no kfp.
+
+A recipe is a YAML file. Values are overridden, in this order of precedence, by the recipe's own
+`local:` overlay (laptop runs only), by run parameters (`-p`, the dashboard) and by environment
+variables of the training container. Every override is a dotted key, for example
+`stages.0.trainer.learning_rate`; `PARAMETERS` gives the common ones a short name.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tailtune.errors import UserError
+
+BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
+
+PARAMETERS: dict[str, str] = {
+    "base_model": "model.base_model",
+    "model_revision": "model.revision",
+    "data_source": "data.source",
+    "epochs": "stages.0.trainer.num_train_epochs",
+    "batch_size": "stages.0.trainer.per_device_train_batch_size",
+    "learning_rate": "stages.0.trainer.learning_rate",
+    "num_nodes": "resources.num_nodes",
+    "ranks_per_node": "resources.ranks_per_node",
+    "seed": "seed",
+}
+"""Run parameter → dotted key of the recipe."""
+
+ENVIRONMENT: dict[str, str] = {
+    "EPOCHS": "epochs",
+    "BATCH_SIZE": "batch_size",
+    "LEARNING_RATE": "learning_rate",
+}
+"""Environment variable of the training container → run parameter."""
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SmallModel(Config):
+    """A model of the recipe's own architecture that is built, not downloaded: for laptops and tests."""
+
+    model_type: str
+    """Transformers' name of the architecture, for example `smollm3`."""
+    vocab_size: Annotated[int, Field(ge=300)]
+    """Tokens of the byte-level BPE tokenizer that is trained on the data (256 are the bytes)."""
+    hidden_size: Annotated[int, Field(ge=8)]
+    intermediate_size: Annotated[int, Field(ge=8)]
+    num_layers: Annotated[int, Field(ge=1)]
+    num_heads: Annotated[int, Field(ge=1)]
+    num_key_value_heads: Annotated[int, Field(ge=1)]
+    pretrain_seconds: Annotated[float, Field(ge=0)]
+    """Upper limit of the pretraining on plain text that makes "before" more than noise."""
+    pretrain_steps: Annotated[int, Field(ge=0)]
+    pretrain_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+
+
+class Model(Config):
+    base_model: Annotated[str, Field(min_length=1)]
+    """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
+    revision: str = "main"
+    """Branch, tag or commit on the hub; the commit is recorded at the first fetch and kept."""
+    small: SmallModel | None = None
+
+    @model_validator(mode="after")
+    def _small_is_described(self) -> "Model":
+        if self.base_model == "small" and self.small is None:
+            raise ValueError("base_model is 'small' but model.small is not given; describe it, or name a model")
+        return self
+
+
+class Data(Config):
+    source: Annotated[str, Field(min_length=1)]
+    """`hf://datasets/OWNER/NAME[@revision][/file]`, `https://`, `s3://`, a path, or `embedded`."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    format: Literal["auto", "json", "jsonl", "csv", "txt", "parquet"] = "auto"
+    columns: Annotated[dict[str, str], Field(min_length=1)]
+    """Column of the Parquet file → template over the source's columns, `For {topic}, {question}`."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    split_by: str
+    """The column whose value decides the side of the split: equal values never stand on both."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+    @model_validator(mode="after")
+    def _templates_are_sound(self) -> "Data":
+        for column, template in self.columns.items():
+            if not template_fields(template):
+                raise ValueError(f"columns.{column} names no source column; write for example '{{question}}'")
+        if self.split_by not in self.columns:
+            raise ValueError(f"split_by is '{self.split_by}', which is not a column; use one of {list(self.columns)}")
+        return self
+
+
+class Prompt(Config):
+    system: Annotated[str, Field(min_length=1)]
+    """Read by training, evaluation, `ask` and serving: one text."""
+    user: str
+    assistant: str
+
+
+class Stage(Config):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+    kind: Literal["sft"]
+    num_trainable_layers: Annotated[int, Field(ge=0)]
+    """The last layers that train; everything below them is frozen."""
+    train_head: bool = True
+    """Whether the final norm and the language-modelling head train, untied from the embedding."""
+    loss: Literal["answer", "all"] = "answer"
+    """Positions that carry a label: the answer's tokens, or all."""
+    scale_learning_rate: bool = True
+    """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
+    trainer: dict[str, Any]
+    """Arguments of `trl.SFTConfig`, passed through and checked before anything runs."""
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> "Stage":
+        if self.num_trainable_layers == 0 and not self.train_head:
+            raise ValueError("num_trainable_layers is 0 and train_head is false, so nothing would train")
+        return self
+
+
+class Generation(Config):
+    """Greedy decoding, the same for evaluation, demo and `ask`, so that answers can be compared."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    repetition_penalty: Annotated[float, Field(ge=1)] = 1.0
+
+
+class Evaluation(Config):
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    num_generated_answers: Annotated[int, Field(ge=0)] = 64
+    """Validation rows whose answer is generated for ROUGE-L and chrF; 0 leaves both out."""
+
+
+class GateRule(Config):
+    metric: str
+    comparison: Literal["<", "<=", ">", ">="]
+    threshold: float
+
+    @model_validator(mode="after")
+    def _threshold_is_a_number(self) -> "GateRule":
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold is {self.threshold}; give a finite number")
+        return self
+
+
+class Demo(Config):
+    questions: Annotated[list[str], Field(min_length=1)]
+
+
+class Resources(Config):
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
+    """One rank per GPU; without a GPU, processes on the CPU."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    shutdown_seconds: Annotated[int, Field(ge=1)] = 300
+    """Time that a checkpoint may take after SIGTERM before the ranks are killed."""
+
+
+class Recipe(Config):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+    description: str
+    seed: Annotated[int, Field(ge=0)] = 42
+    model: Model
+    data: Data
+    prompt: Prompt
+    stages: Annotated[list[Stage], Field(min_length=1, max_length=1)]
+    generation: Generation = Generation()
+    evaluation: Evaluation = Evaluation()
+    gate: Annotated[list[GateRule], Field(min_length=1)]
+    demo: Demo
+    resources: Resources = Resources()
+    local: dict[str, Any] = {}
+    """Dotted keys and values that apply to runs on this machine only."""
+
+    @model_validator(mode="after")
+    def _prompt_uses_columns(self) -> "Recipe":
+        for field in ("user", "assistant"):
+            for column in template_fields(getattr(self.prompt, field)):
+                if column not in self.data.columns:
+                    raise ValueError(
+                        f"prompt.{field} uses column '{column}', which data.columns does not make; "
+                        f"it makes {list(self.data.columns)}"
+                    )
+        return self
+
+    def to_json(self) -> str:
+        """Canonical JSON: the form in which the recipe travels as one parameter of the pipeline."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+
+
+def template_fields(template: str) -> list[str]:
+    """The `{names}` of a template, in order. Raises ValueError on broken braces."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """`For {topic}, {question}` with the row's values; names may hold any character but braces."""
+    return "".join(
+        literal + (str(row[name]) if name else "") for literal, name, _, _ in string.Formatter().parse(template)
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1.2 floats, so that `5e-5` is a number and not a text as in PyYAML's YAML 1.1."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+               r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)  # fmt: skip
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text → plain values."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def list_recipes() -> list[str]:
+    """Names of the built-in recipes."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
+    """A built-in recipe by name, or a user's file by path.
+
+    Paths in the file (`data.source`, `model.base_model`, also in `local:`) are relative to the
+    file. Raises UserError that names the field and the remedy.
+    """
+    text = os.fspath(name_or_path)
+    if text in list_recipes():
+        path = BUILT_IN / f"{text}.yaml"
+    elif text.endswith((".yaml", ".yml")) or os.sep in text:
+        path = Path(text)
+    else:
+        raise UserError(f"no recipe '{text}'{_nearest(text, list_recipes())}; built in: "
+                        f"{', '.join(list_recipes())}; or give a path that ends in .yaml")  # fmt: skip
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"recipe file {path} does not exist; check the path, or see --list") from None
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe file {path} cannot be read: {error}; give a readable YAML file") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise UserError(f"recipe file {path}{line}: {problem}; correct the YAML") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"recipe file {path} holds no mapping; start from a built-in one (recipes/survival.yaml)")
+    return _validate(_with_absolute_paths(raw, path.parent), source=str(path))
+
+
+def parse_recipe(text: str) -> Recipe:
+    """A recipe from its JSON form, the pipeline's parameter. Raises UserError."""
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"parameter 'recipe' is no JSON ({error}); leave it at its default, or paste the "
+                        "output of `pipeline.py --dry-run`") from None  # fmt: skip
+    if not isinstance(raw, dict):
+        raise UserError("parameter 'recipe' is no JSON object; leave it at its default")
+    return _validate(raw, source="parameter 'recipe'")
+
+
+def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe with run parameters and dotted keys replaced. Raises UserError on unknown keys."""
+    if not overrides:
+        return recipe
+    raw = recipe.model_dump(mode="json")
+    for key, value in overrides.items():
+        _set(raw, key, value)
+    return _validate(raw, source="with " + ", ".join(overrides))
+
+
+def with_local_overlay(recipe: Recipe) -> Recipe:
+    """The recipe as it runs on this machine."""
+    return with_overrides(recipe, recipe.local)
+
+
+def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
+    """The recipe with the training container's variables (`EPOCHS`, …) on top: they win."""
+    found = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
+    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(name, text) for name, text in found.items()})
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The typed value of a `-p KEY=VALUE` text: a YAML scalar, list or mapping."""
+    try:
+        return parse_yaml(text) if text.strip() else text
+    except yaml.YAMLError:
+        return text
+
+
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Replace one value of the raw recipe by its parameter name or dotted key."""
+    path = PARAMETERS.get(key, key).split(".")
+    at: Any = raw
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        prefix = ".".join(path[:depth])
+        if isinstance(at, list):
+            if not part.isdigit() or int(part) >= len(at):
+                raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(at) - 1}")
+            index: Any = int(part)
+        elif isinstance(at, dict):
+            free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local")
+            if part not in at and not (free and last):
+                known = [f"{prefix}.{name}" if prefix else name for name in at]
+                known += list(PARAMETERS) if depth == 0 else []
+                raise UserError(f"unknown key '{key}'{_nearest('.'.join(path[: depth + 1]), known)}; "
+                                f"known here: {', '.join(known)}")  # fmt: skip
+            index = part
+        else:
+            raise UserError(f"unknown key '{key}': '{prefix}' is a single value; set that")
+        if last:
+            at[index] = value
+        else:
+            at = at[index]
+
+
+def _validate(raw: dict[str, Any], source: str) -> Recipe:
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "recipe"
+        if first["type"] == "extra_forbidden":
+            known = _fields_at(first["loc"][:-1])
+            detail = f"unknown key{_nearest(str(first['loc'][-1]), known)}; known: {', '.join(known)}"
+        elif first["type"] == "missing":
+            detail = "is missing; add it"
+        else:
+            detail = first["msg"].removeprefix("Value error, ")
+            if "input" in first and not isinstance(first["input"], dict):
+                detail += f" (got {first['input']!r})"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise UserError(f"recipe {source}: {field}: {detail}{more}") from None
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    """Field names of the configuration class at a location of the recipe."""
+    kind: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = kind.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        kind = next(c for c in candidates if isinstance(c, type) and issubclass(c, Config))
+    return list(kind.model_fields)
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean '{found[0]}'?" if found else ""
+
+
+def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resolve the file paths that a recipe file names against the file's own folder."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith(("./", "../", "samples/")):
+            return str((folder / value).resolve())
+        return value
+
+    for section, field in (("data", "source"), ("model", "base_model")):
+        if isinstance(raw.get(section), dict) and field in raw[section]:
+            raw[section][field] = resolved(raw[section][field])
+    if isinstance(raw.get("local"), dict):
+        path_keys = {"data.source", "model.base_model", "data_source", "base_model"}
+        raw["local"] = {k: resolved(v) if k in path_keys else v for k, v in raw["local"].items()}
+    return raw

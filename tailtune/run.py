@@ -1,0 +1,65 @@
+"""One run: a resolved recipe and the directories it lives in. The volumes' layout stands here, once."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tailtune.errors import UserError
+from tailtune.recipe import Config, Recipe
+
+
+class Run(Config):
+    """What every step is given. Travels as one JSON parameter."""
+
+    recipe: Recipe
+    data_dir: Path
+    """This run's directory on the data volume."""
+    models_dir: Path
+    """This run's directory on the model volume."""
+    workspace_dir: Path
+    """This run's directory on the workspace volume: reports, logs, caches."""
+
+    @property
+    def raw_dir(self) -> Path:
+        """The source file as fetched, with its manifest."""
+        return self.data_dir / "raw"
+
+    @property
+    def parquet_dir(self) -> Path:
+        """`data.parquet`, `rejects.jsonl`, manifest."""
+        return self.data_dir / "parquet"
+
+    @property
+    def base_model_dir(self) -> Path:
+        """The base model, when it was downloaded or built."""
+        return self.models_dir / "base_model"
+
+    @property
+    def best_model_dir(self) -> Path:
+        return self.models_dir / "best_model"
+
+    @property
+    def demo_dir(self) -> Path:
+        return self.models_dir / "demo_outputs"
+
+    @property
+    def evaluation_path(self) -> Path:
+        return self.workspace_dir / "evaluation.json"
+
+    @property
+    def verdict_path(self) -> Path:
+        return self.workspace_dir / "verdict.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.workspace_dir / "report.html"
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Run":
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise UserError(f"parameter 'run' is not the output of the resolve step: {error}") from None
