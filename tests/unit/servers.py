@@ -1,0 +1,163 @@
+"""Small local servers that behave well or badly, for tests of the real clients."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@dataclass
+class Reply:
+    """How one path is answered. Each request takes the next entry of `statuses` and of `cuts`."""
+
+    body: bytes
+    etag: str | None = '"v1"'
+    ranges: bool = True
+    if_range: bool = True
+    """Whether If-Range is understood; otherwise a part is sent of whatever is there now."""
+    statuses: list[int] = field(default_factory=list)
+    """Statuses of the first answers; 200 or 206 afterwards."""
+    cuts: list[int] = field(default_factory=list)
+    """Bytes after which the first answers with a body are cut off."""
+    pause_after: int | None = None
+    """Bytes after which an answer stands still until the client goes away."""
+    content_type: str = "application/octet-stream"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Server:
+    url: str
+    replies: dict[str, Reply] = field(default_factory=dict)
+    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    """(method, path, headers in lower case) of every request."""
+
+    def ranges(self, path: str) -> list[str | None]:
+        """The Range header of every GET of a path, in order."""
+        return [
+            headers.get("range") for method, at, headers in self.requests if (method, at) == ("GET", path)
+        ]
+
+    def add_repo(
+        self, kind: str, name: str, files: dict[str, bytes], *, refuse: tuple[int, str] | None = None
+    ) -> None:
+        """A repository of the hub's API; `refuse` is the status and X-Error-Code of its files."""
+        siblings: list[dict[str, Any]] = []
+        for file, body in files.items():
+            lfs = file.endswith((".safetensors", ".bin", ".parquet"))
+            digest = hashlib.sha256(body).hexdigest()
+            pointer = {"lfs": {"size": len(body), "sha256": digest, "pointerSize": 1}} if lfs else {}
+            siblings.append({"rfilename": file, "size": len(body), "blobId": digest[:40], **pointer})
+            prefix = "" if kind == "models" else f"/{kind}"
+            headers = {"X-Repo-Commit": COMMIT} | ({"X-Error-Code": refuse[1]} if refuse else {})
+            self.replies[f"{prefix}/{name}/resolve/{COMMIT}/{file}"] = Reply(
+                body,
+                etag=f'"{digest if lfs else digest[:40]}"',
+                headers=headers,
+                statuses=[refuse[0]] * 99 if refuse else [],
+            )
+        info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0}
+        tree = [
+            {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": file["blobId"]}
+            | ({"lfs": {"oid": file["lfs"]["sha256"], **file["lfs"]}} if "lfs" in file else {})
+            for file in siblings
+        ]
+        for revision in ("", "/revision/main", f"/revision/{COMMIT}"):
+            self.replies[f"/api/{kind}/{name}{revision}"] = Reply(
+                json.dumps(info).encode(), content_type="application/json"
+            )
+        self.replies[f"/api/{kind}/{name}/tree/{COMMIT}"] = Reply(
+            json.dumps(tree).encode(), content_type="application/json"
+        )
+
+
+@contextmanager
+def serve() -> Iterator[Server]:
+    """A server on a free port of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(send_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(send_body=True)
+
+        def _answer(self, send_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            server.requests.append((self.command, path, headers))
+            reply = server.replies.get(path)
+            if reply is None:
+                return self._finish(404, b"", {"X-Error-Code": _not_found(path)}, send_body)
+            status = reply.statuses.pop(0) if reply.statuses else 200
+            answered = {"Content-Type": reply.content_type, **reply.headers}
+            if reply.etag:
+                answered["ETag"] = reply.etag
+            if status >= 400:
+                return self._finish(status, b"", answered, send_body)
+            body = reply.body
+            wanted = headers.get("range")
+            same = not reply.if_range or headers.get("if-range", reply.etag) == reply.etag
+            if wanted and reply.ranges and same:
+                start = int(wanted.removeprefix("bytes=").partition("-")[0])
+                if start >= len(body):
+                    return self._finish(416, b"", answered, send_body)
+                answered["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                status, body = 206, body[start:]
+            cut = reply.cuts.pop(0) if reply.cuts and send_body else None
+            self._finish(status, body, answered, send_body, cut, reply.pause_after)
+
+        def _finish(
+            self,
+            status: int,
+            body: bytes,
+            headers: dict[str, str],
+            send_body: bool,
+            cut: int | None = None,
+            pause_after: int | None = None,
+        ) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if send_body:
+                self.wfile.write(body[: pause_after or cut])
+            if pause_after:
+                self.rfile.read(1)  # returns when the client closes the connection
+                self.close_connection = True
+            if cut is not None:
+                self.close_connection = True
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            pass  # clients that go away are what these tests are about
+
+    httpd = Quiet(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    server = Server(url=f"http://127.0.0.1:{httpd.server_address[1]}")
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def _not_found(path: str) -> str:
+    """The hub's X-Error-Code for a path that is not there."""
+    if "/resolve/" in path:
+        return "EntryNotFound"
+    return "RevisionNotFound" if "/revision/" in path and "missing" not in path else "RepoNotFound"
