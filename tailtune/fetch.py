@@ -226,7 +226,7 @@ def _embedded_file(directory: Path) -> Path:
     if len(found) != 1:
         names = ", ".join(path.name for path in found[:10]) or "none"
         raise UserError(
-            f"data source 'embedded' needs exactly one data file in {directory}, found {len(found)} ({names});"
+            f"source 'embedded' needs exactly one data file in {directory}, found {len(found)} ({names});"
             " build the image with one, or set TAILTUNE_EMBEDDED_DIR"
         )
     return found[0]
