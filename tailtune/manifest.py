@@ -29,6 +29,14 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def read_json(path: Path) -> Any:
+    """A JSON file's value, or None when there is no file or no whole JSON in it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON (indented, UTF-8) so that a reader sees the old file or the whole new one."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
@@ -60,9 +68,8 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
     listed file is missing or has another size. Content is not hashed again: that would read whole
     models on every start.
     """
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+    manifest = read_json(directory / MANIFEST)
+    if manifest is None:
         return None
     if key is not None and manifest["key"] != json.loads(json.dumps(key, default=str)):
         return None
@@ -71,6 +78,13 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             return None
     return manifest
+
+
+def directory_identity(directory: Path) -> str:
+    """SHA-256 that changes when a directory's content does: of its manifest, or of every file."""
+    if read_manifest(directory):
+        return sha256_file(directory / MANIFEST)
+    return sha256_json({p.name: sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()})
 
 
 def write_manifest(directory: Path, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

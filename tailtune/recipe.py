@@ -12,7 +12,7 @@ import math
 import os
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,9 +60,8 @@ class SmallModel(Config):
     num_layers: Annotated[int, Field(ge=1)]
     num_heads: Annotated[int, Field(ge=1)]
     num_key_value_heads: Annotated[int, Field(ge=1)]
-    pretrain_seconds: Annotated[float, Field(ge=0)]
-    """Upper limit of the pretraining on plain text that makes "before" more than noise."""
     pretrain_steps: Annotated[int, Field(ge=0)]
+    """Steps of pretraining on plain text, so that "before" is more than noise."""
     pretrain_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
 
 
@@ -116,13 +115,21 @@ class Stage(Config):
     num_trainable_layers: Annotated[int, Field(ge=0)]
     """The last layers that train; everything below them is frozen."""
     train_head: bool = True
-    """Whether the final norm and the language-modelling head train, untied from the embedding."""
+    """Whether the language-modelling head trains, untied from the input embedding."""
     loss: Literal["answer", "all"] = "answer"
     """Positions that carry a label: the answer's tokens, or all."""
     scale_learning_rate: bool = True
     """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
     trainer: dict[str, Any]
     """Arguments of `trl.SFTConfig`, passed through and checked before anything runs."""
+
+    @model_validator(mode="after")
+    def _trainer_has_the_run_parameters(self) -> "Stage":
+        for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
+            value = self.trainer.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"trainer.{name} must be a number above 0, found {value!r}")
+        return self
 
     @model_validator(mode="after")
     def _something_trains(self) -> "Stage":
@@ -169,6 +176,14 @@ class Resources(Config):
     """Time that a checkpoint may take after SIGTERM before the ranks are killed."""
 
 
+class Hardware(Config):
+    """`auto` takes the value of the profile that fits the device found."""
+
+    profile: str = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+
+
 class Recipe(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     description: str
@@ -182,6 +197,7 @@ class Recipe(Config):
     gate: Annotated[list[GateRule], Field(min_length=1)]
     demo: Demo
     resources: Resources = Resources()
+    hardware: Hardware = Hardware()
     local: dict[str, Any] = {}
     """Dotted keys and values that apply to runs on this machine only."""
 
@@ -244,17 +260,20 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
     text = os.fspath(name_or_path)
     if text in list_recipes():
         path = BUILT_IN / f"{text}.yaml"
-    elif text.endswith((".yaml", ".yml")) or os.sep in text:
+    elif text.endswith((".yaml", ".yml", ".json")) or os.sep in text:
         path = Path(text)
     else:
         raise UserError(f"no recipe '{text}'{_nearest(text, list_recipes())}; built in: "
                         f"{', '.join(list_recipes())}; or give a path that ends in .yaml")  # fmt: skip
     try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
+        content = path.read_text(encoding="utf-8")
+        raw = json.loads(content) if path.suffix == ".json" else parse_yaml(content)
     except FileNotFoundError:
         raise UserError(f"recipe file {path} does not exist; check the path, or see --list") from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise UserError(f"recipe file {path} cannot be read: {error}; give a readable YAML file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"recipe file {path}: {error}; correct the JSON") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
@@ -295,10 +314,21 @@ def with_local_overlay(recipe: Recipe) -> Recipe:
 def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
     """The recipe with the training container's variables (`EPOCHS`, …) on top: they win."""
     found = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
-    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(name, text) for name, text in found.items()})
+    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(text) for name, text in found.items()})
 
 
-def parse_value(key: str, text: str) -> Any:
+def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts → overrides. Raises UserError on a text without `=`."""
+    overrides = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"-p {pair}: write KEY=VALUE, for example -p epochs=2")
+        overrides[key.strip()] = parse_value(text)
+    return overrides
+
+
+def parse_value(text: str) -> Any:
     """The typed value of a `-p KEY=VALUE` text: a YAML scalar, list or mapping."""
     try:
         return parse_yaml(text) if text.strip() else text

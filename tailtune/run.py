@@ -11,6 +11,7 @@ from tailtune.recipe import Config, Recipe
 class Run(Config):
     """What every step is given. Travels as one JSON parameter."""
 
+    name: str
     recipe: Recipe
     data_dir: Path
     """This run's directory on the data volume."""
@@ -18,6 +19,8 @@ class Run(Config):
     """This run's directory on the model volume."""
     workspace_dir: Path
     """This run's directory on the workspace volume: reports, logs, caches."""
+    local: bool
+    """Whether the run is on one machine, with the recipe's `local:` overlay."""
 
     @property
     def raw_dir(self) -> Path:
@@ -52,7 +55,13 @@ class Run(Config):
 
     @property
     def report_path(self) -> Path:
-        return self.workspace_dir / "report.html"
+        """Local runs keep `data/`, `models/`, `workspace/` in one directory; the report lies beside them."""
+        return self.workspace_dir.parent / "report.html" if self.local else self.workspace_dir / "report.html"
+
+    @property
+    def run_path(self) -> Path:
+        """This object, as JSON."""
+        return self.workspace_dir / "run.json"
 
     def to_json(self) -> str:
         return self.model_dump_json()

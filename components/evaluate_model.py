@@ -1,0 +1,28 @@
+"""Evaluate base and tuned on the validation rows."""
+
+from kfp import dsl
+from kfp.dsl import Metrics, Output
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def evaluate_model(run: str, data_dir: str, base_model_dir: str, tuned_model_dir: str, metrics: Output[Metrics]) -> str:
+    """Return the path of `evaluation.json`."""
+    import math
+    from pathlib import Path
+
+    from tailtune.evaluate import evaluate_models
+    from tailtune.log import step
+    from tailtune.run import Run
+
+    with step("evaluate"):
+        this = Run.from_json(run)
+        document = evaluate_models(
+            this.recipe, Path(data_dir) / "data.parquet", Path(base_model_dir), Path(tuned_model_dir),
+            this.evaluation_path,
+        )  # fmt: skip
+        for name, value in document["metrics"].items():
+            if math.isfinite(value):
+                metrics.log_metric(name, value)
+        return str(this.evaluation_path)

@@ -1,0 +1,19 @@
+"""Provide the base model on the model volume: fetched once, taken in place, or built small."""
+
+from kfp import dsl
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def fetch_model(run: str, data_dir: str) -> str:
+    """Return the directory of the base model."""
+    from pathlib import Path
+
+    from tailtune.base_model import provide_base_model
+    from tailtune.log import step
+    from tailtune.run import Run
+
+    with step("model"):
+        this = Run.from_json(run)
+        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir))

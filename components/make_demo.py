@@ -1,0 +1,22 @@
+"""Answer the demo questions and write the report."""
+
+from kfp import dsl
+from kfp.dsl import HTML, Output
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def make_demo(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
+    """Return the path of the report, which is an artifact too."""
+    import shutil
+    from pathlib import Path
+
+    from tailtune.demo import make_demo
+    from tailtune.log import step
+    from tailtune.run import Run
+
+    with step("demo"):
+        path = make_demo(Run.from_json(run), Path(base_model_dir), Path(tuned_model_dir))
+        shutil.copyfile(path, report.path)
+        return str(path)

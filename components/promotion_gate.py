@@ -1,0 +1,24 @@
+"""Judge the evaluation by the recipe's rules. The task itself succeeds, so that the verdict survives."""
+
+from kfp import dsl
+from kfp.dsl import Artifact, Markdown, Output
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: Output[Markdown]) -> str:
+    """Return `pass` or `fail`; the verdict itself is an artifact, as JSON and as a page."""
+    from pathlib import Path
+
+    from tailtune.gate import judge_file, verdict_markdown
+    from tailtune.log import step
+    from tailtune.manifest import write_json
+    from tailtune.run import Run
+
+    with step("gate"):
+        this = Run.from_json(run)
+        judged = judge_file(this.recipe, Path(evaluation), this.verdict_path)
+        write_json(Path(verdict.path), judged)
+        Path(page.path).write_text(verdict_markdown(judged), encoding="utf-8")
+        return "pass" if judged["passed"] else "fail"

@@ -1,0 +1,16 @@
+"""End a run whose model did not pass the gate as failed, with the verdict as the last words."""
+
+from kfp import dsl
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def reject_model(run: str, report: str) -> None:
+    """Fail, after the report has been written."""
+    from tailtune.gate import raise_verdict
+    from tailtune.log import step
+    from tailtune.run import Run
+
+    with step("gate"):
+        raise_verdict(Run.from_json(run).verdict_path, report)

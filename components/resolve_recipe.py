@@ -1,0 +1,37 @@
+"""Fold the run parameters into the recipe and check all of it, before anything runs."""
+
+from kfp import dsl
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def resolve_recipe(
+    recipe: str,
+    run_name: str,
+    job_name: str,
+    base_model: str,
+    model_revision: str,
+    data_source: str,
+    epochs: float,
+    batch_size: int,
+    learning_rate: float,
+    num_nodes: int,
+    ranks_per_node: int,
+    seed: int,
+    data_dir: str,
+    models_dir: str,
+    workspace_dir: str,
+    local: bool,
+) -> str:
+    """Return the run (recipe and directories) as JSON; `{run}` in a directory becomes the run's name."""
+    from tailtune.log import step
+    from tailtune.resolve import resolve_run
+
+    with step("resolve"):
+        overrides = dict(
+            base_model=base_model, model_revision=model_revision, data_source=data_source, epochs=epochs,
+            batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node, seed=seed,
+        )  # fmt: skip
+        return resolve_run(recipe, overrides, run_name or job_name, data_dir, models_dir, workspace_dir, local).to_json()

@@ -1,0 +1,25 @@
+"""Launch the distributed training of a stage and wait for it."""
+
+from kfp import dsl
+from kfp.dsl import Metrics, Output
+
+from components import images
+
+
+@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+def train_stage(run: str, data_dir: str, base_model_dir: str, summary: Output[Metrics]) -> str:
+    """Return the directory of the best model."""
+    from pathlib import Path
+
+    from tailtune.jobs.training import train_stage
+    from tailtune.log import step
+    from tailtune.manifest import read_json
+    from tailtune.run import Run
+
+    with step("train"):
+        this = Run.from_json(run)
+        best_model_dir = train_stage(this, Path(data_dir), Path(base_model_dir))
+        for name, value in read_json(this.models_dir / "training_summary.json").items():
+            if isinstance(value, int | float):
+                summary.log_metric(name, value)
+        return str(best_model_dir)

@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""The pipeline: fetch → parquet → train → evaluate → gate → demo, and its command line.
+
+Without arguments, compiles every recipe into compiled/. `--local` runs the same pipeline function
+on this machine through kfp.local.
+"""
+
+import difflib
+import fcntl
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from tailtune.errors import UserError
+from tailtune.recipe import (
+    PARAMETERS,
+    Recipe,
+    list_recipes,
+    load_recipe,
+    parse_parameters,
+    with_local_overlay,
+    with_overrides,
+)
+
+ROOT = Path(__file__).resolve().parent
+COMPILED = ROOT / "compiled"
+DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{run}",
+               "workspace_dir": "/shared/workspace/{run}"}  # fmt: skip
+
+
+def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
+    """The KFP pipeline of a recipe; its parameters default to the recipe's values."""
+    from kfp import dsl
+
+    from components.evaluate_model import evaluate_model
+    from components.fetch_dataset import fetch_dataset
+    from components.fetch_model import fetch_model
+    from components.make_demo import make_demo
+    from components.promotion_gate import promotion_gate
+    from components.reject_model import reject_model
+    from components.resolve_recipe import resolve_recipe
+    from components.train_stage import train_stage
+    from components.write_parquet import write_parquet
+
+    default = parameter_values(recipe)
+
+    @dsl.pipeline(name=recipe.name, description=recipe.description)
+    def pipeline(
+        base_model: str = default["base_model"],
+        model_revision: str = default["model_revision"],
+        data_source: str = default["data_source"],
+        epochs: float = default["epochs"],
+        batch_size: int = default["batch_size"],
+        learning_rate: float = default["learning_rate"],
+        num_nodes: int = default["num_nodes"],
+        ranks_per_node: int = default["ranks_per_node"],
+        seed: int = default["seed"],
+        data_dir: str = DIRECTORIES["data_dir"],
+        models_dir: str = DIRECTORIES["models_dir"],
+        workspace_dir: str = DIRECTORIES["workspace_dir"],
+        run_name: str = "",
+        local: bool = False,
+        recipe: str = recipe.to_json(),
+    ) -> None:
+        run = resolve_recipe(
+            recipe=recipe, run_name=run_name, job_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER, base_model=base_model, model_revision=model_revision,
+            data_source=data_source, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
+            num_nodes=num_nodes, ranks_per_node=ranks_per_node, seed=seed, data_dir=data_dir,
+            models_dir=models_dir, workspace_dir=workspace_dir, local=local,
+        ).output  # fmt: skip
+        raw = fetch_dataset(run=run)
+        data = write_parquet(run=run, source=raw.output)
+        base = fetch_model(run=run, data_dir=data.outputs["Output"])
+        tuned = train_stage(run=run, data_dir=data.outputs["Output"], base_model_dir=base.output)
+        evaluation = evaluate_model(
+            run=run,
+            data_dir=data.outputs["Output"],
+            base_model_dir=base.output,
+            tuned_model_dir=tuned.outputs["Output"],
+        )
+        gate = promotion_gate(run=run, evaluation=evaluation.outputs["Output"])
+        models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
+        with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
+            make_demo(run=run, **models)
+        with dsl.Else(name="failed"):
+            report = make_demo(run=run, **models)
+            reject_model(run=run, report=report.outputs["Output"])
+
+    return pipeline
+
+
+def parameter_values(recipe: Recipe) -> dict[str, Any]:
+    """The run parameters at the recipe's values."""
+    trainer = recipe.stages[0].trainer
+    return {
+        "base_model": recipe.model.base_model,
+        "model_revision": recipe.model.revision,
+        "data_source": recipe.data.source,
+        "epochs": float(trainer["num_train_epochs"]),
+        "batch_size": int(trainer["per_device_train_batch_size"]),
+        "learning_rate": float(trainer["learning_rate"]),
+        "num_nodes": recipe.resources.num_nodes,
+        "ranks_per_node": recipe.resources.ranks_per_node,
+        "seed": recipe.seed,
+    }
+
+
+def compile_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the pipeline's YAML, byte for byte the same every time."""
+    from kfp import compiler
+
+    compiler.Compiler().compile(make_pipeline(recipe), str(path))
+
+
+def compile_all() -> None:
+    """Write compiled/RECIPE.yaml for every built-in recipe."""
+    COMPILED.mkdir(exist_ok=True)
+    for name in list_recipes():
+        path = COMPILED / f"{name}.yaml"
+        compile_recipe(load_recipe(name), path)
+        click.echo(path.relative_to(ROOT))
+
+
+def check_compiled() -> bool:
+    """Whether compiled/ is what the recipes compile to; prints the difference where not."""
+    expected = {f"{name}.yaml" for name in list_recipes()}
+    drifted = [f"{path.name}: no recipe of this name\n" for path in COMPILED.glob("*.yaml") if path.name not in expected]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in list_recipes():
+            fresh, stored = Path(folder) / f"{name}.yaml", COMPILED / f"{name}.yaml"
+            compile_recipe(load_recipe(name), fresh)
+            old = stored.read_text().splitlines(keepends=True) if stored.is_file() else []
+            new = fresh.read_text().splitlines(keepends=True)
+            drifted += difflib.unified_diff(old, new, f"compiled/{name}.yaml", "recompiled")
+    click.echo("".join(drifted), nl=False)
+    return not drifted
+
+
+def run_local(recipe: Recipe, run_name: str) -> bool:
+    """Run the pipeline on this machine in runs/NAME/; whether it succeeded."""
+    from kfp import local
+
+    from tailtune.console import quiet
+
+    directory = Path("runs").resolve() / run_name
+    log_path = directory / "workspace" / "pipeline.log"
+    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop():
+        click.echo(f"{recipe.name} in {_relative(directory)}; all output in {_relative(log_path)}", err=True)
+        error: Exception | None = None
+        with quiet(log_path) as shown:
+            local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
+            try:
+                make_pipeline(recipe)(
+                    **parameter_values(recipe),
+                    **{name: str(directory / name.removesuffix("_dir")) for name in DIRECTORIES},
+                    run_name=run_name,
+                    local=True,
+                    recipe=recipe.to_json(),
+                )
+            except RuntimeError as failure:  # KFP's own text names only the task
+                error = failure
+        if error:
+            reason = shown[0] if shown else f"{error}; see {_relative(log_path)}"
+            click.echo(f"failed: {reason}", err=True)
+    report = directory / "report.html"
+    if report.is_file():
+        click.echo(f"report: {_relative(report)}", err=True)
+    return error is None
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Refuse a second run in the same directory at the same time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run '{directory.name}' is in progress; wait for it, or choose another --run-name") from None
+        yield
+
+
+@contextmanager
+def _forward_stop() -> Iterator[None]:
+    """SIGTERM and SIGINT reach the steps' processes, which save what they have; then the run ends as failed."""
+    import psutil
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in psutil.Process().children(recursive=True):
+            if child.name() != "sh":  # KFP's shell around a step: its death would orphan the step
+                child.send_signal(signal.SIGTERM)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _relative(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """`-p` values with existing paths made absolute: relative ones are the user's, not the run's."""
+    path_keys = ("data_source", "data.source", "base_model", "model.base_model")
+    return {key: str(Path(value).expanduser().resolve())
+            if key in path_keys and isinstance(value, str) and Path(value).expanduser().exists() else value
+            for key, value in parameters.items()}  # fmt: skip
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.option("--recipe", "recipe_name", help="A built-in recipe's name, or the path of your own .yaml file.")
+@click.option("--local", "local_run", is_flag=True, help="Run the whole pipeline on this machine.")
+@click.option("--run-name", help="Directory of a local run below runs/; an existing one is continued.")
+@click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE",
+              help="Run parameter or dotted recipe key, for example -p epochs=2. Repeatable.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and parameters; run nothing.")
+@click.option("--check", is_flag=True, help="Exit with status 1 and a diff when compiled/ is out of date.")
+@click.option("--list", "list_them", is_flag=True, help="List the built-in recipes and the run parameters.")
+def main(
+    recipe_name: str | None,
+    local_run: bool,
+    run_name: str | None,
+    parameters: tuple[str, ...],
+    dry_run: bool,
+    check: bool,
+    list_them: bool,
+) -> None:
+    """Compile the recipes into compiled/ (no arguments), or run one on this machine (--local)."""
+    runs = local_run or dry_run
+    if sum((local_run and not dry_run, dry_run, check, list_them)) > 1:
+        raise click.UsageError("give one of --local, --dry-run, --check, --list (--dry-run may join --local)")
+    if (recipe_name or parameters) and not runs:
+        raise click.UsageError("--recipe and -p need --local or --dry-run; without arguments all recipes are compiled")
+    if run_name is not None and not local_run:
+        raise click.UsageError("--run-name needs --local")
+    try:
+        if list_them:
+            for name in list_recipes():
+                click.echo(f"{name:12} {load_recipe(name).description}")
+            click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
+        elif check:
+            sys.exit(0 if check_compiled() else 1)
+        elif runs:
+            recipe = load_recipe(recipe_name or "survival")
+            recipe = with_local_overlay(recipe) if local_run else recipe
+            recipe = with_overrides(recipe, _local_parameters(parse_parameters(parameters)))
+            if dry_run:
+                _print_resolved(recipe)
+                return
+            name = run_name or f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
+            if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
+                raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.'")
+            succeeded = run_local(recipe, name)
+            click.echo(Path("runs") / name)
+            sys.exit(0 if succeeded else 1)
+        else:
+            compile_all()
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+def _print_resolved(recipe: Recipe) -> None:
+    from tailtune.train.arguments import check_trainer_arguments
+
+    check_trainer_arguments(recipe)
+    click.echo(json.dumps({"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json())}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The promotion gate: the recipe's rules against the evaluation's metrics. It fails closed."""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tailtune.errors import UserError
+from tailtune.log import log
+from tailtune.manifest import read_json, write_json
+from tailtune.recipe import GateRule, Recipe
+
+COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def judge(rules: Sequence[GateRule], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict: `passed`, and per rule its value and, where it failed, the reason.
+
+    A metric that is missing, not a number, infinite or of another type fails its rule. No rules at
+    all fail too: nothing was checked.
+    """
+    judged = [_judge_rule(rule, metrics) for rule in rules]
+    return {"passed": bool(judged) and all(rule["passed"] for rule in judged), "rules": judged}
+
+
+def _judge_rule(rule: GateRule, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    value = metrics.get(rule.metric)
+    if rule.metric not in metrics:
+        reason = f"the metric is missing; measured: {', '.join(sorted(metrics)) or 'none'}"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        reason = f"the metric is {type(value).__name__} {value!r}, not a number"
+    elif not math.isfinite(value):
+        reason = f"the metric is {value}"
+    elif not COMPARISONS[rule.comparison](value, rule.threshold):
+        reason = f"{value:.4g} is not {rule.comparison} {rule.threshold:g}"
+    else:
+        reason = ""
+    finite = isinstance(value, int | float) and math.isfinite(value)
+    return {
+        "metric": rule.metric,
+        "value": value if finite else None if value is None else str(value),
+        "comparison": rule.comparison,
+        "threshold": rule.threshold,
+        "passed": not reason,
+        "reason": reason,
+    }
+
+
+def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]:
+    """Judge an `evaluation.json` and write the verdict (JSON); an equal one is left untouched."""
+    document = read_json(evaluation)
+    metrics = document.get("metrics") if isinstance(document, dict) else None
+    verdict = judge(recipe.gate, metrics if isinstance(metrics, dict) else {})
+    if read_json(output) != verdict:
+        write_json(output, verdict)
+    for line in verdict_lines(verdict):
+        log.info("gate: %s", line)
+    return verdict
+
+
+def raise_verdict(verdict_path: Path, report: str) -> NoReturn:
+    """Raise UserError with the rules that failed. Source of the run's last words."""
+    verdict = read_json(verdict_path)
+    failed = [f"{rule['metric']}: {rule['reason']}" for rule in verdict["rules"] if not rule["passed"]]
+    raise UserError(f"the model did not pass the gate ({'; '.join(failed)}); see {report}")
+
+
+def verdict_lines(verdict: Mapping[str, Any]) -> list[str]:
+    """The verdict for a terminal, a line a rule."""
+    lines = [f"gate {'passed' if verdict['passed'] else 'FAILED'}"]
+    for rule in verdict["rules"]:
+        value = f"{rule['value']:.4g}" if isinstance(rule["value"], int | float) else rule["value"]
+        mark = "pass" if rule["passed"] else "FAIL"
+        reason = f" — {rule['reason']}" if rule["reason"] else ""
+        lines.append(f"  {mark}  {rule['metric']} {value} ({rule['comparison']} {rule['threshold']:g}){reason}")
+    return lines
+
+
+def verdict_markdown(verdict: Mapping[str, Any]) -> str:
+    """The verdict as a page of the dashboard."""
+    rows = [
+        f"| {rule['metric']} | {_cell(rule['value'])} | {rule['comparison']} {rule['threshold']:g} "
+        f"| {'pass' if rule['passed'] else '**FAIL**'} | {_cell(rule['reason'])} |"
+        for rule in verdict["rules"]
+    ]
+    title = f"# Gate {'passed' if verdict['passed'] else 'FAILED'}"
+    return "\n".join([title, "", "| metric | value | rule | verdict | reason |", "|---|---|---|---|---|", *rows, ""])
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, int | float) else str("" if value is None else value)
+    return text.replace("|", "\\|").replace("\n", " ")

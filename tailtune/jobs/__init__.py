@@ -1,0 +1,1 @@
+"""The launcher: one job description, back ends behind it. Here: torchrun on this machine."""

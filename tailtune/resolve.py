@@ -1,0 +1,36 @@
+"""The first step: recipe and run parameters become one checked run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tailtune.log import log
+from tailtune.manifest import write_json
+from tailtune.recipe import parse_recipe, with_overrides
+from tailtune.run import Run
+
+
+def resolve_run(
+    recipe_json: str,
+    overrides: Mapping[str, Any],
+    name: str,
+    data_dir: str,
+    models_dir: str,
+    workspace_dir: str,
+    local: bool,
+) -> Run:
+    """Check everything that can be checked without data, and write `run.json`. Raises UserError."""
+    from tailtune.train.arguments import check_trainer_arguments
+    from tailtune.train.hardware import find_profile
+
+    recipe = with_overrides(parse_recipe(recipe_json), overrides)
+    check_trainer_arguments(recipe)
+    find_profile("cpu", recipe.hardware.profile)
+    directories = {
+        field: Path(text.replace("{run}", name))
+        for field, text in (("data_dir", data_dir), ("models_dir", models_dir), ("workspace_dir", workspace_dir))
+    }
+    run = Run(name=name, recipe=recipe, local=local, **directories)
+    write_json(run.run_path, run.model_dump(mode="json"))
+    log.info("resolve: recipe %s, base model %s, data %s", recipe.name, recipe.model.base_model, recipe.data.source)
+    return run

@@ -1,0 +1,133 @@
+"""`stages.N.trainer` → `trl.SFTConfig`: checked before anything runs, completed from the run's length."""
+
+import dataclasses
+import difflib
+import math
+import sys
+import tempfile
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from tailtune.errors import UserError
+from tailtune.recipe import Recipe, Stage
+from tailtune.train.hardware import Choice
+
+SET_BY_TAILTUNE = {
+    "output_dir": "the run's own directory is used",
+    "seed": "set the recipe's `seed`",
+    "data_seed": "set the recipe's `seed`",
+    "bf16": "set `hardware.precision`",
+    "fp16": "set `hardware.precision`",
+    "completion_only_loss": "set the stage's `loss: answer` or `loss: all`",
+    "assistant_only_loss": "set the stage's `loss: answer` or `loss: all`",
+    "max_seq_length": "TRL calls it `max_length`",
+    "load_best_model_at_end": "the best model by eval_loss is always kept",
+    "metric_for_best_model": "the best model by eval_loss is always kept",
+    "resume_from_checkpoint": "runs resume from their last complete checkpoint by themselves",
+    "model_init_kwargs": "use `hardware.attention` and `hardware.precision`",
+}
+POSITIVE = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+            "max_length", "per_device_eval_batch_size", "eval_steps", "save_steps", "logging_steps")  # fmt: skip
+NUM_EVALUATIONS = 10  # evaluations and checkpoints of a run, whatever its length
+NUM_LOG_LINES = 40
+
+
+def check_trainer_arguments(recipe: Recipe) -> None:
+    """Raise UserError when a stage's `trainer` would not make an SFTConfig. Needs torch and TRL."""
+    for index, stage in enumerate(recipe.stages):
+        _check_names_and_types(stage.trainer, f"stages.{index}.trainer")
+        with tempfile.TemporaryDirectory() as folder:
+            _construct(stage, {"output_dir": folder, "bf16": False, "use_cpu": True, "report_to": []})
+
+
+def sft_config(
+    recipe: Recipe, stage: Stage, choice: Choice, *, output_dir: Path, num_train_rows: int, world_size: int
+) -> Any:
+    """The whole `SFTConfig` of a stage.
+
+    Intervals for evaluation, checkpoints and log lines follow from the run's number of steps unless
+    the recipe names them; the learning rate is multiplied by the world size when the stage says so.
+    """
+    trainer = dict(stage.trainer)
+    steps = num_steps(trainer, choice, num_train_rows, world_size)
+    interval = max(1, math.ceil(steps / NUM_EVALUATIONS))
+    learning_rate = float(trainer.pop("learning_rate", 5e-5))
+    defaults = {
+        "learning_rate": learning_rate * (world_size if stage.scale_learning_rate else 1),
+        "per_device_train_batch_size": choice.per_device_train_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "output_dir": str(output_dir),
+        "seed": recipe.seed,
+        "bf16": choice.precision == "bf16",
+        "fp16": choice.precision == "fp16",
+        "use_cpu": choice.device == "cpu",
+        "completion_only_loss": stage.loss == "answer",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    }
+    overridable = {
+        "gradient_checkpointing": False,  # on, the backward would cross the frozen layers too
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": interval,
+        "save_steps": interval,
+        "save_total_limit": 2,
+        "logging_steps": max(1, steps // NUM_LOG_LINES),
+        "report_to": ["tensorboard"],
+        "include_num_input_tokens_seen": "non_padding",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": choice.device != "cpu",
+    }
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        trainer.pop(name, None)  # the profile has taken both into account
+    return _construct(stage, {**overridable, **trainer, **defaults}, trainer={})
+
+
+def num_steps(trainer: dict[str, Any], choice: Choice, num_train_rows: int, world_size: int) -> int:
+    """Optimizer steps of a run, as Trainer counts them."""
+    if int(trainer.get("max_steps", -1)) > 0:
+        return int(trainer["max_steps"])
+    batches = math.ceil(num_train_rows / (choice.per_device_train_batch_size * world_size))
+    per_epoch = math.ceil(batches / choice.gradient_accumulation_steps)
+    return math.ceil(float(trainer.get("num_train_epochs", 3)) * per_epoch)
+
+
+def _construct(stage: Stage, arguments: dict[str, Any], trainer: dict[str, Any] | None = None) -> Any:
+    from trl import SFTConfig
+
+    try:
+        return SFTConfig(**{**arguments, **(stage.trainer if trainer is None else trainer)})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"stage '{stage.name}': trl.SFTConfig refuses the trainer arguments: {_line(error)}") from None
+
+
+def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
+    from trl import SFTConfig
+
+    hints = typing.get_type_hints(SFTConfig)
+    known = [field.name for field in dataclasses.fields(SFTConfig)]
+    for name, value in trainer.items():
+        if name in SET_BY_TAILTUNE:
+            raise UserError(f"{where}.{name} cannot be set: {SET_BY_TAILTUNE[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else "; see the arguments of trl.SFTConfig"
+            raise UserError(f"{where}.{name} is no argument of trl.SFTConfig{hint}")
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=not isinstance(value, int))
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise UserError(f"{where}.{name} is {value!r}: {problem}; give that type") from None
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
+        if name in POSITIVE and isinstance(value, int | float) and not value > 0:
+            raise UserError(f"{where}.{name} is {value}; give a number above 0")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

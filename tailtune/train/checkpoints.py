@@ -1,0 +1,59 @@
+"""Complete checkpoints only: a checkpoint counts when its `complete.json` lists what is there.
+
+Trainer writes a checkpoint file by file, each rank its own random state. A process that dies in
+between leaves a directory that looks like a checkpoint; resuming from it would train something else.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from tailtune.manifest import write_json
+
+COMPLETE = "complete.json"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done at a `checkpoint-N` directory; -1 for other names."""
+    match = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    return int(match.group(1)) if match else -1
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether every file that the checkpoint's list names is there in its size."""
+    try:
+        files = json.loads((checkpoint / COMPLETE).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return all((checkpoint / n).is_file() and (checkpoint / n).stat().st_size == b for n, b in files.items())
+
+
+def latest_complete(directory: Path) -> Path | None:
+    """The complete checkpoint with the most steps."""
+    found = [path for path in directory.glob("checkpoint-*") if step_of(path) >= 0 and is_complete(path)]
+    return max(found, key=step_of, default=None)
+
+
+def remove_incomplete(directory: Path) -> None:
+    """Delete what an interrupted save left behind, so that Trainer's rotation never counts it."""
+    for path in directory.glob("checkpoint-*"):
+        if step_of(path) >= 0 and not is_complete(path):
+            shutil.rmtree(path)
+
+
+class MarkComplete(TrainerCallback):
+    """Writes a checkpoint's list of files after every rank has written its own."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        if state.is_world_process_zero:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            files = {p.relative_to(checkpoint).as_posix(): p.stat().st_size
+                     for p in sorted(checkpoint.rglob("*")) if p.is_file()}  # fmt: skip
+            write_json(checkpoint / COMPLETE, files)

@@ -1,0 +1,101 @@
+"""What the device can do: one table, so that a new GPU is one entry.
+
+A profile chooses precision, attention and the largest micro-batch; the effective batch per rank is
+the recipe's and never changes. What was chosen is printed; what was really in force is read back
+from the loaded model.
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+
+import torch
+
+from tailtune.errors import UserError
+from tailtune.recipe import Hardware
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Profile:
+    name: str
+    pattern: str
+    """Regular expression on the device's name."""
+    precision: str
+    max_batch_size: int
+    """Rows in one micro-batch, at most."""
+
+
+PROFILES = (
+    Profile("T4", r"\bT4\b", "fp16", 4),
+    Profile("L4", r"\bL4\b", "bf16", 8),
+    Profile("A40", r"\bA40\b", "bf16", 16),
+    Profile("L40S", r"\bL40S?\b", "bf16", 16),
+    Profile("A100", r"\bA100\b", "bf16", 32),
+    Profile("H100", r"\bH100\b", "bf16", 32),
+    Profile("H200", r"\bH200\b", "bf16", 64),
+    Profile("CPU", r"^cpu$", "fp32", 64),
+)
+GENERIC = Profile("generic", r"", "bf16", 8)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run uses, and why where it is not the recipe's own word."""
+
+    profile: str
+    device: str
+    precision: str
+    attention: str
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    def describe(self) -> str:
+        return (
+            f"{self.device} (profile {self.profile}), {self.precision}, {self.attention}, "
+            f"batch {self.per_device_train_batch_size} x {self.gradient_accumulation_steps} per rank"
+        )
+
+
+def device_name() -> str:
+    """`cpu`, or the name of the GPU that this rank uses."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def find_profile(device: str, wanted: str = "auto") -> Profile:
+    """The profile of a device, or the one named. Raises UserError on an unknown name."""
+    if wanted != "auto":
+        for profile in (*PROFILES, GENERIC):
+            if profile.name.lower() == wanted.lower():
+                return profile
+        names = ", ".join(p.name for p in (*PROFILES, GENERIC))
+        raise UserError(f"hardware.profile '{wanted}' is not known; use auto or one of {names}")
+    return next((p for p in PROFILES if re.search(p.pattern, device)), GENERIC)
+
+
+def choose(hardware: Hardware, batch_size: int, accumulation_steps: int) -> Choice:
+    """Profile, precision, attention and micro-batch for the device of this process."""
+    device = device_name()
+    profile = find_profile(device, hardware.profile)
+    precision = profile.precision if hardware.precision == "auto" else hardware.precision
+    if device == "cpu" and precision == "fp16":
+        precision = "fp32"  # accelerate would take fp16 on a CPU and silently compute in fp32
+    if device != "cpu" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        precision = "fp16"
+    attention = hardware.attention
+    if attention == "auto":
+        flash = device != "cpu" and precision != "fp32" and importlib.util.find_spec("flash_attn") is not None
+        attention = "flash_attention_2" if flash else "sdpa"
+    effective = batch_size * accumulation_steps
+    micro = largest_divisor(effective, min(batch_size, profile.max_batch_size))
+    return Choice(profile.name, device, precision, attention, micro, effective // micro)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
