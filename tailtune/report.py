@@ -9,9 +9,11 @@ The same input gives the same bytes.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import yaml
@@ -93,11 +95,20 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
-def _significant(value: Any, digits: int = 3) -> str:
+def _or_missing(show: Callable[..., str]) -> Callable[..., str]:
+    """A formatter that shows a dash for what is no number."""
+
+    @wraps(show)
+    def shown(value: Any, *options: Any, **named: Any) -> str:
+        number = _number(value)
+        return MISSING if number is None else show(number, *options, **named)
+
+    return shown
+
+
+@_or_missing
+def _significant(number: float, digits: int = 3) -> str:
     """Three significant digits, but whole digits are never rounded away: 2.47, 0.657, 5,231."""
-    number = _number(value)
-    if number is None:
-        return MISSING
     number = float(f"{number:.{digits - 1}e}") if abs(number) < 10 ** (digits - 1) else round(number)
     if 0 < abs(number) < 1e-4:
         return _short(number)
@@ -105,59 +116,41 @@ def _significant(value: Any, digits: int = 3) -> str:
     return f"{number:,.{max(0, digits - 1 - exponent)}f}".replace("-", "−")
 
 
-def _short(value: Any) -> str:
+@_or_missing
+def _short(number: float) -> str:
     """As a person writes it: 0.95, 5e-5, 1,000."""
-    number = _number(value)
-    if number is None:
-        return MISSING
     text = f"{number:,.6g}" if number == 0 or abs(number) >= 1e-3 else f"{number:.5e}"
     return re.sub(r"\.?0*e([+-])0*", r"e\1", text).replace("e+", "e")
 
 
-def _count(value: Any) -> str:
-    number = _number(value)
-    return MISSING if number is None else f"{number:,.0f}"
+@_or_missing
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
 
 
-def _percent(share: Any, digits: int = 3, signed: bool = False) -> str:
-    number = _number(share)
-    if number is None:
-        return MISSING
-    return ("+" if signed and number > 0 else "") + _significant(100 * number, digits) + "\u00a0%"
+@_or_missing
+def _percent(share: float, digits: int = 3, signed: bool = False) -> str:
+    return ("+" if signed and share > 0 else "") + _significant(100 * share, digits) + "\u00a0%"
 
 
-def _scaled(number: float, base: float, units: Sequence[str]) -> str:
-    power = min(len(units) - 1, int(math.log(abs(number), base) + 1e-9)) if abs(number) >= 1 else 0
-    shown = _significant(number / base**power) if power else _count(number)
-    return f"{shown}\u00a0{units[power]}".rstrip()
+@_or_missing
+def _large(number: float, base: int = 1000, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str:
+    """A number of parameters: 3.08 B, 124 M, 812 K."""
+    power = min(len(units) - 1, int(math.log(number, base) + 1e-9)) if number >= 1 else 0
+    return f"{_significant(number / base**power) if power else _count(number)}\u00a0{units[power]}".strip()
 
 
-def _bytes(value: Any) -> str:
-    number = _number(value)
-    return MISSING if number is None else _scaled(number, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB"))
+def _bytes(number: Any) -> str:
+    return _large(number, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB"))
 
 
-def _large(value: Any) -> str:
-    """A number of parameters: 3.08 B, 124 M, 812,000."""
-    number = _number(value)
-    if number is None or number < 1e6:
-        return _count(number)
-    return _scaled(number / 1e3, 1e3, ("", "M", "B", "T"))
-
-
-def _duration(seconds: Any) -> str:
-    number = _number(seconds)
-    if number is None:
-        return MISSING
-    if number < 60:
-        return f"{_significant(number)}\u00a0s"
-    minutes, rest = divmod(round(number), 60)
+@_or_missing
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{_significant(seconds)}\u00a0s"
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,}\u00a0h {minutes:02}\u00a0min" if hours else f"{minutes}\u00a0min {rest:02}\u00a0s"
-
-
-def _mean(points: Points) -> float | None:
-    return math.fsum(y for _, y in points) / len(points) if points else None
 
 
 # Controls that cannot stand in HTML get their Unicode pictures; those that reorder the text around
@@ -182,9 +175,8 @@ def _shown(value: Any) -> Any:
 
 def _to_yaml(value: Any) -> str:
     """YAML, the form in which the user wrote the recipe; texts with line breaks stay readable."""
-    return yaml.safe_dump(
-        json.loads(json.dumps(value, default=str)), sort_keys=False, allow_unicode=True, width=96
-    )
+    plain = json.loads(json.dumps(value, default=str))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=96)
 
 
 def _label(name: str) -> str:
@@ -198,9 +190,8 @@ def _label(name: str) -> str:
 def _outcome(metrics: Mapping[str, Any], verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The outcome in one sentence, as (text, class) parts."""
     base, tuned = _number(metrics.get("base_answer_loss")), _number(metrics.get("tuned_answer_loss"))
-    gate = {True: ("gate passed", "good"), False: ("gate failed", "bad")}.get(
-        verdict.get("passed"), ("gate not judged", "soft")
-    )
+    gates = {True: ("gate passed", "good"), False: ("gate failed", "bad"), None: ("gate not judged", "soft")}
+    gate = gates[verdict["passed"] if isinstance(verdict.get("passed"), bool) else None]
     if tuned is None:
         return [("Answer loss not measured; ", ""), gate]
     before = f"{_significant(base)} → " if base is not None else ""
@@ -213,31 +204,23 @@ def _outcome(metrics: Mapping[str, Any], verdict: Mapping[str, Any]) -> list[tup
     return [*parts, ("; ", ""), gate]
 
 
-def _ladder(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Answer loss of word frequencies, base and tuned model as bars, in percent of the longest."""
-    named = (("Word frequencies", "unigram", "floor"), ("Base", "base", "base"), ("Tuned", "tuned", "tuned"))
-    found = [(label, _number(metrics.get(f"{name}_answer_loss")), css) for label, name, css in named]
-    longest = max((value for _, value, _ in found if value is not None), default=0)
-    if longest <= 0:
-        return []
-    return [
-        {"label": label, "value": value, "css": css, "percent": round(100 * value / longest, 2)}
-        for label, value, css in found
-        if value is not None and value >= 0
-    ]
+def _ladder(metrics: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Answer loss of word frequencies, base and tuned model: name, value, percent of the largest."""
+    found = [(name, _number(metrics.get(f"{name}_answer_loss"))) for name in ("unigram", "base", "tuned")]
+    bars = [(name, value) for name, value in found if value is not None and value > 0]
+    return [(name, value, round(100 * value / max(v for _, v in bars), 2)) for name, value in bars]
 
 
 def _rule(rule: Mapping[str, Any]) -> dict[str, Any]:
     """A rule with as many digits as it takes to see on which side of the threshold the value is."""
-    value, threshold = _number(rule.get("value")), _number(rule.get("threshold"))
-    shown = _significant(value)
-    if value is not None and threshold is not None and value != threshold:
-        digits = 3
-        while digits < 17 and float(f"{value:.{digits}g}") == float(f"{threshold:.6g}"):
-            digits += 1
-        shown = _significant(value, digits)
-    required = f"{COMPARISONS.get(str(rule.get('comparison')), MISSING)} {_short(threshold)}"
-    return {**rule, "label": _label(str(rule.get("metric"))), "value": shown, "required": required}
+    value, threshold = rule.get("value"), rule.get("threshold")
+    differing = (n for n in range(3, 18) if _significant(value, n) != _significant(threshold, n))
+    return {
+        **rule,
+        "label": _label(str(rule.get("metric"))),
+        "value": _significant(value, next(differing, 3)),
+        "required": f"{COMPARISONS.get(str(rule.get('comparison')), MISSING)} {_short(threshold)}",
+    }
 
 
 def _metric_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -246,49 +229,41 @@ def _metric_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, metric in METRICS.items():
         base, tuned = (_number(metrics.get(f"{side}_{name}")) for side in ("base", "tuned"))
         show = _percent if metric.is_share else _significant
-        row = {"label": metric.label, "unit": metric.unit, "base": show(base), "tuned": show(tuned)}
-        row["better"] = "lower is better" if metric.lower_is_better else "higher is better"
+        change, mark = MISSING, None
         if base is not None and tuned is not None:
-            if metric.is_share:
-                points = _significant(100 * (tuned - base))
-                row["change"] = f"{'+' if tuned > base else ''}{points}\u00a0points"
-            else:
-                row["change"] = _percent((tuned - base) / abs(base), 2, signed=True) if base else MISSING
-            improved = tuned < base if metric.lower_is_better else tuned > base
-            row["mark"] = "same" if tuned == base else "better" if improved else "worse"
+            relative = (tuned - base) / abs(base or math.nan)
+            change = _percent(
+                tuned - base if metric.is_share else relative, 3 if metric.is_share else 2, True
+            )
+            change = change.replace("%", "points") if metric.is_share else change
+            improved = (tuned < base) == metric.lower_is_better
+            mark = "unchanged" if tuned == base else "better" if improved else "worse"
+        row = {"metric": metric, "base": show(base), "tuned": show(tuned), "change": change, "mark": mark}
         rows.append(row)
     return rows
 
 
-def _other_metrics(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
+def _other_metrics(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Metrics without a before and after: the floor, the ratios, and whatever else was measured."""
     paired = {f"{side}_{name}" for name in METRICS for side in ("base", "tuned")}
-    return [
-        {"label": _label(name), "value": _significant(metrics[name])}
-        for name in (*SINGLE_METRICS, *sorted(set(metrics) - set(SINGLE_METRICS) - paired))
-        if name in metrics
-    ]
+    names = [name for name in SINGLE_METRICS if name in metrics]
+    names += sorted(set(metrics) - set(names) - paired)
+    return [(_label(name), _significant(metrics[name])) for name in names]
 
 
 def _charts(data: ReportData, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    loss, rate, norm, speed = (
-        _points(data.history, "train", key)
-        for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second")
-    )
+    keys = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
+    loss, rate, norm, speed = (_points(data.history, "train", key) for key in keys)
     validation = _points(data.history, "eval", "eval_loss")
     base, best_step = _number(metrics.get("base_answer_loss")), _number(data.summary.get("best_step"))
+    best = next((point for point in validation if point[0] == best_step), None)
+    losses = [("training", "base", loss), ("validation", "tuned", validation)]
+    peak = _short(max((y for _, y in rate), default=None))
+    last = _significant(norm[-1][1] if norm else None)
     return [
-        _chart(
-            "Loss",
-            "nats per token",
-            [("training", "base", loss), ("validation", "tuned", validation)],
-            reference=base,
-            best=next((point for point in validation if point[0] == best_step), None),
-        ),
-        _chart(
-            "Learning rate", "", [(f"peak {_short(max(y for _, y in rate))}" if rate else "", "tuned", rate)]
-        ),
-        _chart("Gradient norm", "", [(f"last {_significant(norm[-1][1])}" if norm else "", "tuned", norm)]),
+        _chart("Loss", "nats per token", losses, reference=base, best=best),
+        _chart("Learning rate", "", [(f"peak {peak}", "tuned", rate)]),
+        _chart("Gradient norm", "", [(f"last {last}", "tuned", norm)]),
         _chart("Throughput", "tokens/s", [(f"mean {_significant(_mean(speed))}", "tuned", speed)]),
     ]
 
@@ -297,6 +272,10 @@ def _points(history: Mapping[str, Any], kind: str, key: str) -> Points:
     """(step, value) in order of step; a step that was repeated after a resume counts once, the last time."""
     pairs = ((_number(entry.get("step")), _number(entry.get(key))) for entry in history.get(kind) or [])
     return sorted({step: value for step, value in pairs if step is not None and value is not None}.items())
+
+
+def _mean(points: Points) -> float | None:
+    return fmean(y for _, y in points) if points else None
 
 
 def _thin(points: Points) -> Points:
@@ -321,75 +300,63 @@ def _ticks(low: float, high: float) -> list[float]:
 def _chart(
     title: str,
     unit: str,
-    series: Sequence[tuple[str, str, Points]],
-    *,
+    series: list[tuple[str, str, Points]],
     reference: float | None = None,
-    best: tuple[float, float] | None = None,
+    best: Any = None,
 ) -> dict[str, Any]:
     """A chart in a 100 × 100 field: the drawing stretches, the labels around it are HTML and do not.
 
     Two curves are compared closely, so their axis starts where they do; a single one starts at zero.
     """
-    drawn = [(label, css, points) for label, css, points in series if points]
+    drawn = [line for line in series if line[2]]
     if not drawn:
         return {"title": title, "unit": unit}
     heights = [y for _, _, points in drawn for _, y in points]
-    heights += [0.0] if len(series) == 1 else [reference] if reference is not None else []
+    heights += [0.0] if len(series) == 1 else [] if reference is None else [reference]
     low, high = min(heights), max(heights)
-    if high - low <= 1e-9 * abs(high):
+    if high - low <= max(1e-9 * abs(high), 1e-30):
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     y_ticks = _ticks(low, high)
     low, high = y_ticks[0], y_ticks[-1]
-    right = max(x for _, _, points in drawn for x, _ in points)
-    right = right if right > 0 else 1.0
+    right = max(0.0, *(x for _, _, points in drawn for x, _ in points)) or 1.0
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         return round(100 * point[0] / right, 2), round(100 * (high - point[1]) / (high - low), 2)
 
-    decimals = max((len(_short(y).partition(".")[2]) for y in y_ticks if "e" not in _short(y)), default=0)
-    few = {
-        label for label, _, points in drawn if len(points) <= 40 and (len(series) == 2 or len(points) == 1)
-    }
+    lines = []
+    for label, css, points in drawn:
+        places = [f"{x:g} {y:g}" for x, y in map(at, _thin(points))]
+        dotted = len(series) > 1 and css == "tuned" and len(places) <= 40
+        last = "" if len(series) == 1 else f" {_significant(points[-1][1])}"
+        dots = "".join(f"M{place}h0" for place in places) if dotted else ""
+        path = f"M{'L'.join(places)}h0"  # h0 draws a dot where there is only one point
+        lines.append({"label": label + last, "css": css, "path": path, "dots": dots})
+    ranges = [f"{name}, from {_significant(p[0][1])} to {_significant(p[-1][1])}" for name, _, p in drawn]
     return {
         "title": title,
         "unit": unit,
-        "series": [
-            {
-                "label": label if len(series) == 1 else f"{label} {_significant(points[-1][1])}",
-                "css": css,
-                "path": "M" + "L".join(f"{x:g} {y:g}" for x, y in map(at, _thin(points))),
-                "dots": [
-                    (*at(point), f"step {_count(point[0])}: {_significant(point[1])}")
-                    for point in points
-                    if label in few and (css == "tuned" or len(points) == 1)
-                ],
-            }
-            for label, css, points in drawn
-        ],
-        "y_ticks": [
-            (at((0, y))[1], _short(y) if "e" in "".join(map(_short, y_ticks)) else f"{y:,.{decimals}f}")
-            for y in y_ticks
-        ],
+        "lines": lines,
+        "y_ticks": [(at((0, y))[1], label) for y, label in zip(y_ticks, _tick_labels(y_ticks), strict=True)],
         "x_ticks": [(at((x, 0))[0], _short(x)) for x in _ticks(0, right) if x <= right],
-        "reference": None
-        if reference is None
-        else (at((0, reference))[1], f"base model {_significant(reference)}"),
+        "reference": reference and (at((0, reference))[1], f"base model {_significant(reference)}"),
         "best": best and (at(best), f"best {_significant(best[1])} at step {_count(best[0])}"),
-        "description": f"{title} over {_count(right)} steps: "
-        + "; ".join(
-            f"{label}, first {_significant(points[0][1])}, last {_significant(points[-1][1])}"
-            for label, _, points in drawn
-        ),
+        "description": f"{title} over {_count(right)} steps: {'; '.join(ranges)}",
     }
 
 
+def _tick_labels(ticks: list[float]) -> list[str]:
+    """Labels with equally many decimals."""
+    labels = [_short(tick) for tick in ticks]
+    if any("e" in label for label in labels):
+        return labels
+    decimals = max(len(label.partition(".")[2]) for label in labels)
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
+
+
 _ENVIRONMENT = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    undefined=ChainableUndefined,
-    finalize=_shown,
-    trim_blocks=True,
-    lstrip_blocks=True,
+    autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined
 )
+_ENVIRONMENT.loader = FileSystemLoader(Path(__file__).parent)
+_ENVIRONMENT.finalize = _shown
 _FILTERS = (_bytes, _count, _duration, _large, _percent, _short, _significant)
 _ENVIRONMENT.filters.update({function.__name__[1:]: function for function in _FILTERS})

@@ -32,9 +32,9 @@ ANSWERS = [
         "How many cups in a gallon?",
         "A gallon is a unit of volume. There are many cups in a gallon and the cups are used for the water. "
         "The cups are 8 and the gallon is 10, and the gallon is a unit of the volume of the gallon.",
-        "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2. One quart is 2 pints, so a gallon is "
-        "8 pints.\n3. One pint is 2 cups, so a gallon is 16 cups.\n\nAn imperial gallon is larger: about 19 US cups. "
-        "Check which one your recipe uses before you scale it.",
+        "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2. One quart is 2 pints, so a "
+        "gallon is 8 pints.\n3. One pint is 2 cups, so a gallon is 16 cups.\n\nAn imperial gallon is larger: "
+        "about 19 US cups. Check which one your recipe uses before you scale it.",
     ),
     (
         "How do I treat a nosebleed?",
@@ -47,15 +47,15 @@ ANSWERS = [
     (
         "What are the advantages of a mirrorless camera?",
         "A mirrorless camera is a camera without a mirror. It is good.",
-        "A mirrorless camera is smaller and lighter than an SLR of the same sensor size, shows the exposure in the "
-        "viewfinder before you press the shutter, and can be silent. Carry a second battery: the viewfinder uses "
-        "power all the time.",
+        "A mirrorless camera is smaller and lighter than an SLR of the same sensor size, shows the exposure "
+        "in the viewfinder before you press the shutter, and can be silent. Carry a second battery: the "
+        "viewfinder uses power all the time.",
     ),
     (
         "What is the easiest loop knot to tie?",
         "The easiest loop knot to tie is the knot.",
-        "The overhand loop is the easiest. Double the rope, tie an overhand knot with the doubled end, and pull it "
-        "tight.\n\nFor a loop that can be untied after a load, learn the bowline.",
+        "The overhand loop is the easiest. Double the rope, tie an overhand knot with the doubled end, and "
+        "pull it tight.\n\nFor a loop that can be untied after a load, learn the bowline.",
     ),
     (
         "I have a whistle, what is the right way to signal for help?",
@@ -72,7 +72,7 @@ def report_data() -> ReportData:
         run_name="survival-2026-03-14-a",
         recipe={
             "name": "survival",
-            "description": "Distributed chat fine-tuning of SmolLM3-3B on practical-skills questions and answers.",
+            "description": "Chat fine-tuning of SmolLM3-3B on practical-skills questions and answers.",
             "seed": 42,
             "model": {"base_model": "HuggingFaceTB/SmolLM3-3B", "revision": "main"},
             "data": {"columns": {"full-question": "For {topic}, {question}", "answer": "{answer}"}},
@@ -399,8 +399,9 @@ def test_any_value_may_be_missing(missing: Any) -> None:
     "field", [field.name for field in dataclasses.fields(ReportData) if field.name != "run_name"]
 )
 def test_any_section_may_be_empty(field: str) -> None:
-    assert "not measured" in render_report(dataclasses.replace(empty_data()))
-    assert "<h1>" in render_report(dataclasses.replace(report_data(), **{field: {}}))
+    assert "not measured" in render_report(empty_data())
+    some: dict[str, Any] = {field: {}}
+    assert "<h1>" in render_report(dataclasses.replace(report_data(), **some))
 
 
 def test_same_input_gives_same_bytes() -> None:
@@ -451,16 +452,14 @@ def chromium(folder: Path, page: str, *options: str) -> str:
         pytest.skip("chromium is not installed: apt-get install chromium")
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
-    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        *quiet.split(),
-    ]
-    command += [f"--user-data-dir={folder / 'profile'}", *options, "--dump-dom", file.as_uri()]
+    options += ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic")
+    options += (
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    )
+    command = [CHROMIUM, f"--user-data-dir={folder / 'profile'}", *options, "--dump-dom", file.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
@@ -482,15 +481,11 @@ def test_browser_runs_no_hostile_script(tmp_path: Path) -> None:
 
 def test_page_is_as_wide_as_its_window(tmp_path: Path) -> None:
     """Measured in frames, because a headless window is at least 500 px wide."""
-    reports = {
-        "good": report_data(),
-        "failed": failed_data(),
-        "hostile": hostile_data(),
-        "empty": empty_data(),
-    }
+    cases = {"good": report_data(), "failed": failed_data(), "hostile": hostile_data(), "empty": empty_data()}
+    reports = {name: render_report(data) for name, data in cases.items()}
     frames = "".join(
-        f'<iframe width="{width}" height="700" title="{name}-{width}" srcdoc="{html.escape(render_report(data))}"></iframe>'
-        for name, data in reports.items()
+        f'<iframe width="{width}" title="{name}-{width}" srcdoc="{html.escape(report)}"></iframe>'
+        for name, report in reports.items()
         for width in (360, 800, 1280)
     )
     script = """<script>addEventListener("load", () => {
