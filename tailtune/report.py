@@ -6,7 +6,6 @@ is text: the template escapes it, and characters that would change what a reader
 The same input gives the same bytes.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +84,7 @@ def render_report(data: ReportData) -> str:
         charts=_charts(data, metrics),
         metric_rows=_metric_rows(metrics),
         other_metrics=_other_metrics(metrics),
-        recipe_yaml=_to_yaml(data.recipe) if data.recipe else None,
+        recipe_yaml=yaml.safe_dump(data.recipe, sort_keys=False, allow_unicode=True),
         gpu_utilisation=_mean(_points(data.history, "train", "gpu_utilisation_percent")),
     )
 
@@ -173,12 +172,6 @@ def _shown(value: Any) -> Any:
     return text.translate(_VISIBLE)
 
 
-def _to_yaml(value: Any) -> str:
-    """YAML, the form in which the user wrote the recipe; texts with line breaks stay readable."""
-    plain = json.loads(json.dumps(value, default=str))
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=96)
-
-
 def _label(name: str) -> str:
     """A metric's name for readers: `tuned_token_accuracy` → Token accuracy, tuned."""
     side, _, short = name.partition("_")
@@ -231,13 +224,12 @@ def _metric_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         show = _percent if metric.is_share else _significant
         change, mark = MISSING, None
         if base is not None and tuned is not None:
-            relative = (tuned - base) / abs(base or math.nan)
-            change = _percent(
-                tuned - base if metric.is_share else relative, 3 if metric.is_share else 2, True
-            )
-            change = change.replace("%", "points") if metric.is_share else change
-            improved = (tuned < base) == metric.lower_is_better
-            mark = "unchanged" if tuned == base else "better" if improved else "worse"
+            if metric.is_share:
+                change = _percent(tuned - base, 3, signed=True).replace("%", "points")
+            else:
+                change = _percent((tuned - base) / abs(base or math.nan), 2, signed=True)
+            won = (tuned < base) == metric.lower_is_better
+            mark = "unchanged" if tuned == base else "better" if won else "worse"
         row = {"metric": metric, "base": show(base), "tuned": show(tuned), "change": change, "mark": mark}
         rows.append(row)
     return rows
@@ -255,15 +247,13 @@ def _charts(data: ReportData, metrics: Mapping[str, Any]) -> list[dict[str, Any]
     keys = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
     loss, rate, norm, speed = (_points(data.history, "train", key) for key in keys)
     validation = _points(data.history, "eval", "eval_loss")
-    base, best_step = _number(metrics.get("base_answer_loss")), _number(data.summary.get("best_step"))
-    best = next((point for point in validation if point[0] == best_step), None)
+    best = next((point for point in validation if point[0] == data.summary.get("best_step")), None)
     losses = [("training", "base", loss), ("validation", "tuned", validation)]
     peak = _short(max((y for _, y in rate), default=None))
-    last = _significant(norm[-1][1] if norm else None)
     return [
-        _chart("Loss", "nats per token", losses, reference=base, best=best),
+        _chart("Loss", "nats per token", losses, _number(metrics.get("base_answer_loss")), best),
         _chart("Learning rate", "", [(f"peak {peak}", "tuned", rate)]),
-        _chart("Gradient norm", "", [(f"last {last}", "tuned", norm)]),
+        _chart("Gradient norm", "", [(f"last {_significant(norm and norm[-1][1])}", "tuned", norm)]),
         _chart("Throughput", "tokens/s", [(f"mean {_significant(_mean(speed))}", "tuned", speed)]),
     ]
 
@@ -288,13 +278,18 @@ def _thin(points: Points) -> Points:
     return sorted(kept | {points[0], points[-1]})
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values that cover low to high in three to six steps of 1, 2 or 5."""
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round values that cover low to high in three to six steps of 1, 2 or 5, and their labels."""
     rough = (high - low) / 5
     power: float = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * index for index in range(first, last + 1)]
+    ticks = [step * index for index in range(first, last + 1)]
+    labels = [_short(tick) for tick in ticks]
+    if not any("e" in label for label in labels):
+        decimals = max(len(label.partition(".")[2]) for label in labels)
+        labels = [f"{tick:,.{decimals}f}" for tick in ticks]
+    return list(zip(ticks, labels, strict=True))
 
 
 def _chart(
@@ -317,7 +312,7 @@ def _chart(
     if high - low <= max(1e-9 * abs(high), 1e-30):
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     y_ticks = _ticks(low, high)
-    low, high = y_ticks[0], y_ticks[-1]
+    low, high = y_ticks[0][0], y_ticks[-1][0]
     right = max(0.0, *(x for _, _, points in drawn for x, _ in points)) or 1.0
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
@@ -336,26 +331,15 @@ def _chart(
         "title": title,
         "unit": unit,
         "lines": lines,
-        "y_ticks": [(at((0, y))[1], label) for y, label in zip(y_ticks, _tick_labels(y_ticks), strict=True)],
-        "x_ticks": [(at((x, 0))[0], _short(x)) for x in _ticks(0, right) if x <= right],
+        "y_ticks": [(at((0, y))[1], label) for y, label in y_ticks],
+        "x_ticks": [(at((x, 0))[0], label) for x, label in _ticks(0, right) if x <= right],
         "reference": reference and (at((0, reference))[1], f"base model {_significant(reference)}"),
         "best": best and (at(best), f"best {_significant(best[1])} at step {_count(best[0])}"),
         "description": f"{title} over {_count(right)} steps: {'; '.join(ranges)}",
     }
 
 
-def _tick_labels(ticks: list[float]) -> list[str]:
-    """Labels with equally many decimals."""
-    labels = [_short(tick) for tick in ticks]
-    if any("e" in label for label in labels):
-        return labels
-    decimals = max(len(label.partition(".")[2]) for label in labels)
-    return [f"{tick:,.{decimals}f}" for tick in ticks]
-
-
-_ENVIRONMENT = Environment(
-    autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined
-)
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined)
 _ENVIRONMENT.loader = FileSystemLoader(Path(__file__).parent)
 _ENVIRONMENT.finalize = _shown
 _FILTERS = (_bytes, _count, _duration, _large, _percent, _short, _significant)

@@ -203,17 +203,13 @@ def report_data() -> ReportData:
             ],
         },
         demo={
-            "answers": [
-                {"question": question, "base": base, "tuned": tuned} for question, base, tuned in ANSWERS
-            ],
+            "answers": [{"question": question, "base": base, "tuned": tuned} for question, base, tuned in ANSWERS],
             "generation": {"max_new_tokens": 256, "repetition_penalty": 1.0},
         },
     )
 
 
-def rule(
-    metric: str, value: Any, comparison: str, threshold: float, passed: bool, reason: str
-) -> dict[str, Any]:
+def rule(metric: str, value: Any, comparison: str, threshold: float, passed: bool, reason: str) -> dict[str, Any]:
     return {
         "metric": metric,
         "value": value,
@@ -323,11 +319,6 @@ class Page(HTMLParser):
     def text(self) -> str:
         return re.sub(r"\s+", " ", " ".join(self.texts)).replace("\u00a0", " ")
 
-    @property
-    def outline(self) -> list[str]:
-        """Which elements there are, without those that come and go with the number of entries."""
-        return [tag for tag, _ in self.elements]
-
 
 @pytest.mark.parametrize(
     "expected",
@@ -359,23 +350,24 @@ def test_contents(expected: str) -> None:
 
 
 def test_answers_keep_their_lines() -> None:
-    assert "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2." in render_report(
-        report_data()
-    )
+    assert "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2." in render_report(report_data())
 
 
 def test_failed_gate_comes_first_and_says_why() -> None:
     text = Page(render_report(failed_data())).text
     body = text[text.index("✕ Gate failed") :]
-    assert body.startswith(
-        "✕ Gate failed 2 of 3 rules not met. This model must not be promoted. survival-laptop"
-    )
+    assert body.startswith("✕ Gate failed 2 of 3 rules not met. This model must not be promoted. survival-laptop")
     assert "0.9501 ≤ 0.95 ✕ fail" in text, "three digits would show a value that meets its threshold"
     assert "— ≥ 0.2 ✕ fail not measured: no answers were generated" in text
     assert "Laptop run with a small model. Built here: smollm3, 4 layers, 1.2 M parameters." in text
     assert "model.base_model , resources.num_nodes ." in text
     assert "not measured: the device reports none" in text
     assert "nan" not in re.findall(r"\w+", text) and "None" not in text
+
+
+def test_failed_gate_without_rules_is_not_overlooked() -> None:
+    text = Page(render_report(dataclasses.replace(empty_data(), verdict={"passed": False}))).text
+    assert "✕ Gate failed This model must not be promoted." in text and "; gate failed" in text.replace(" ;", ";")
 
 
 def test_passed_gate_has_no_alarm() -> None:
@@ -395,9 +387,7 @@ def test_any_value_may_be_missing(missing: Any) -> None:
     assert "Answer loss not measured" in render_report(ReportData(**fields))
 
 
-@pytest.mark.parametrize(
-    "field", [field.name for field in dataclasses.fields(ReportData) if field.name != "run_name"]
-)
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ReportData) if field.name != "run_name"])
 def test_any_section_may_be_empty(field: str) -> None:
     assert "not measured" in render_report(empty_data())
     some: dict[str, Any] = {field: {}}
@@ -416,18 +406,13 @@ def test_long_curves_keep_their_spikes() -> None:
     assert re.search(r"L38\.8\d [\d.]+", text)
 
 
-@pytest.mark.parametrize(
-    "data", [report_data(), failed_data(), hostile_data()], ids=["good", "failed", "hostile"]
-)
+@pytest.mark.parametrize("data", [report_data(), failed_data(), hostile_data()], ids=["good", "failed", "hostile"])
 def test_page_loads_and_runs_nothing(data: ReportData) -> None:
     text = render_report(data)
     text.encode("utf-8")
     for tag, attributes in Page(text).elements:
         assert tag not in {"script", "img", "link", "iframe", "object", "embed", "a", "base", "form", "input"}
-        assert not [
-            name for name in attributes if name.startswith("on") or name in {"src", "href", "xlink:href"}
-        ]
-        assert tag not in {"svg", "path"} or "onload" not in attributes
+        assert not [name for name in attributes if name.startswith("on") or name in {"src", "href", "xlink:href"}]
     assert "url(" not in text and "@import" not in text
 
 
@@ -475,7 +460,7 @@ def test_browser_runs_no_hostile_script(tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
     document = chromium(tmp_path, without_policy(render_report(data)), f"--screenshot={picture}")
     assert "<title>hostile · before and after</title>" in document
-    assert not Page(document.replace("\x00", "")).elements.count(("script", {}))
+    assert "script" not in [tag for tag, _ in Page(document).elements]
     assert picture.stat().st_size > 10_000
 
 
