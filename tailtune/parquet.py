@@ -25,7 +25,8 @@ from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import publish, read_manifest, sha256_file
 from tailtune.recipe import Data, template_fields
-from tailtune.rows import Batch, Reject, detect_format, missing_column, read_rows
+from tailtune.rows import detect_format, missing_column, read_rows
+from tailtune.source_lines import Batch, Reject
 
 PARQUET = "data.parquet"
 REJECTS = "rejects.jsonl"
@@ -187,9 +188,7 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
 
 
 def _source_columns(data: Data) -> list[str]:
-    return list(
-        dict.fromkeys(name for template in data.columns.values() for name in template_fields(template))
-    )
+    return list(dict.fromkeys(name for template in data.columns.values() for name in template_fields(template)))
 
 
 def _up_to_max_rows(

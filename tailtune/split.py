@@ -19,17 +19,14 @@ def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> 
     is missing or a side would be empty.
     """
     if by not in table.column_names:
-        raise UserError(
-            f"data.split_by is '{by}', but the data has the columns {', '.join(table.column_names)}"
-        )
-    is_validation = np.concatenate(
-        [np.empty(0, bool)] + [_sides(c, validation_share, seed) for c in table[by].chunks]
-    )
+        raise UserError(f"data.split_by is '{by}', but the data has the columns {', '.join(table.column_names)}")
+    is_validation = np.concatenate([np.empty(0, bool)] + [_sides(c, validation_share, seed) for c in table[by].chunks])
     for side, empty in (("train", is_validation.all()), ("validation", not is_validation.any())):
         if empty:
             raise UserError(
-                f"the {side} part of {table.num_rows:,} rows is empty, split by '{by}' with data.validation_share "
-                f"{validation_share:g}; change the share, or use data with more different values of '{by}'"
+                f"the {side} part of {table.num_rows:,} rows is empty, split by '{by}' with "
+                f"data.validation_share {validation_share:g}; change the share, "
+                f"or use data with more different values of '{by}'"
             )
     return table.filter(pa.array(~is_validation)), table.filter(pa.array(is_validation))
 
@@ -38,7 +35,7 @@ def _sides(values: pa.Array, validation_share: float, seed: int) -> np.ndarray:
     """Mask of the validation rows; every distinct value is hashed once."""
     encoded = values.dictionary_encode()
     sides = [_position(str(value), seed) < validation_share for value in encoded.dictionary.to_pylist()]
-    return np.array(sides, bool)[np.asarray(encoded.indices)]
+    return np.array(sides, bool).take(np.asarray(encoded.indices))
 
 
 def _position(value: str, seed: int) -> float:
