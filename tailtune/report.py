@@ -116,9 +116,10 @@ def _significant(number: float, digits: int = 3) -> str:
 
 
 @_or_missing
-def _short(number: float) -> str:
+def _short(number: float, digits: int = 6, plain_from: float = 1e-3) -> str:
     """As a person writes it: 0.95, 5e-5, 1,000."""
-    text = f"{number:,.6g}" if number == 0 or abs(number) >= 1e-3 else f"{number:.5e}"
+    plain = number == 0 or abs(number) >= plain_from
+    text = f"{number:,.{digits}g}" if plain else f"{number:.{digits - 1}e}"
     return re.sub(r"\.?0*e([+-])0*", r"e\1", text).replace("e+", "e")
 
 
@@ -249,7 +250,7 @@ def _charts(data: ReportData, metrics: Mapping[str, Any]) -> list[dict[str, Any]
     validation = _points(data.history, "eval", "eval_loss")
     best = next((point for point in validation if point[0] == data.summary.get("best_step")), None)
     losses = [("training", "base", loss), ("validation", "tuned", validation)]
-    peak = _short(max((y for _, y in rate), default=None))
+    peak = _short(max((y for _, y in rate), default=None), 3)
     return [
         _chart("Loss", "nats per token", losses, _number(metrics.get("base_answer_loss")), best),
         _chart("Learning rate", "", [(f"peak {peak}", "tuned", rate)]),
@@ -285,7 +286,7 @@ def _ticks(low: float, high: float) -> list[tuple[float, str]]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [step * index for index in range(first, last + 1)]
-    labels = [_short(tick) for tick in ticks]
+    labels = [_short(tick, plain_from=1e-2 if high < 1e-2 else 0) for tick in ticks]
     if not any("e" in label for label in labels):
         decimals = max(len(label.partition(".")[2]) for label in labels)
         labels = [f"{tick:,.{decimals}f}" for tick in ticks]

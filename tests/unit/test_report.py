@@ -406,6 +406,22 @@ def test_long_curves_keep_their_spikes() -> None:
     assert re.search(r"L38\.8\d [\d.]+", text)
 
 
+@pytest.mark.parametrize(
+    ("peak", "labels"),
+    [
+        (2e-4, ["0", "5e-5", "1e-4", "1.5e-4", "2e-4"]),
+        (9.78261e-4, ["0", "2e-4", "4e-4", "6e-4", "8e-4", "1e-3"]),
+        (0.0, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        (0.83, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (14_000.0, ["0", "5,000", "10,000", "15,000"]),
+    ],
+)
+def test_axes_have_round_labels(peak: float, labels: list[str]) -> None:
+    data = dataclasses.replace(empty_data(), history={"train": [{"step": 1, "learning_rate": peak}]})
+    found = re.findall(r'<span class="y"[^>]*>([^<]*)</span>', render_report(data))
+    assert found == labels
+
+
 @pytest.mark.parametrize("data", [report_data(), failed_data(), hostile_data()], ids=["good", "failed", "hostile"])
 def test_page_loads_and_runs_nothing(data: ReportData) -> None:
     text = render_report(data)
