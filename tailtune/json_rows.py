@@ -194,8 +194,8 @@ def _json_row(raw: bytes, names: list[str]) -> list[str]:
 
 
 def _ahead(parse: Callable[[Block], Batch], blocks: Iterator[Block]) -> Iterator[Batch]:
-    """Parse in a thread of its own, a few blocks ahead of the consumer. Arrow's parser holds no GIL."""
-    with ThreadPoolExecutor(1) as pool:
+    """Parse a few blocks ahead of the consumer, in order. Arrow's parser holds no GIL."""
+    with ThreadPoolExecutor(2) as pool:
         pending: deque[Future[Batch]] = deque()
         for block in blocks:
             pending.append(pool.submit(parse, block))

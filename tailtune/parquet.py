@@ -278,13 +278,10 @@ class _SeenRows:
         slots = (low & mask).view(np.int64)
         steps = (high & mask | np.uint64(1)).view(np.int64)  # double hashing: few rounds
         while len(rows):
-            found = self.low[slots]
-            free = found == 0
-            if free.any():
-                wanted = slots[free]
-                self.low[wanted], self.high[wanted] = low[free], high[free]
-            stored = (self.low[slots] == low) & (self.high[slots] == high)
-            fresh[rows[stored & free]] = True
+            free = np.flatnonzero(self.low.take(slots) == 0)
+            self.low[slots[free]], self.high[slots[free]] = low[free], high[free]
+            stored = (self.low.take(slots) == low) & (self.high.take(slots) == high)
+            fresh[rows[free[stored[free]]]] = True
             going = np.flatnonzero(~stored)
             rows, low, high, steps = rows[going], low[going], high[going], steps[going]
             slots = (slots[going] + steps) & mask.view(np.int64)

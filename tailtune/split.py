@@ -19,7 +19,8 @@ def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> 
     is missing or a side would be empty.
     """
     if by not in table.column_names:
-        raise UserError(f"data.split_by is '{by}', but the data has the columns {', '.join(table.column_names)}")
+        raise UserError(f"data.split_by is '{by}', but the data has the columns {', '.join(table.column_names)}; "
+                        "name one of them, or give the data.parquet of this recipe")  # fmt: skip
     is_validation = np.concatenate([np.empty(0, bool)] + [_sides(c, validation_share, seed) for c in table[by].chunks])
     for side, empty in (("train", is_validation.all()), ("validation", not is_validation.any())):
         if empty:

@@ -385,6 +385,8 @@ def test_blocks_of_any_size_give_the_same_rows_and_rejects(
         source_lines, "BLOCK_BYTES", random_.choice([1, 7, 100, 1000]) if len(content) < 50_000 else 1000
     )
     assert outcome("small blocks") == fast
+    monkeypatch.setattr(source_lines, "BLOCK_LINES", random_.choice([1, 3, 50]))
+    assert outcome("few lines in a block") == fast
     monkeypatch.setattr(json_rows, "_parse_fast", lambda *_: None)
     assert outcome("slow") == fast
     expected = [number for number, line in enumerate(lines, 1) if line.strip()]
