@@ -9,6 +9,7 @@ import difflib
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -119,7 +120,8 @@ def compile_recipe(recipe: Recipe, path: Path) -> None:
     """Write the pipeline's YAML, byte for byte the same every time."""
     from kfp import compiler
 
-    compiler.Compiler().compile(make_pipeline(recipe), str(path))
+    # `local:` is read on one machine only, and holds this machine's paths.
+    compiler.Compiler().compile(make_pipeline(recipe.model_copy(update={"local": {}})), str(path))
 
 
 def compile_all() -> None:
@@ -134,7 +136,9 @@ def compile_all() -> None:
 def check_compiled() -> bool:
     """Whether compiled/ is what the recipes compile to; prints the difference where not."""
     expected = {f"{name}.yaml" for name in list_recipes()}
-    drifted = [f"{path.name}: no recipe of this name\n" for path in COMPILED.glob("*.yaml") if path.name not in expected]
+    drifted = [
+        f"{path.name}: no recipe of this name\n" for path in COMPILED.glob("*.yaml") if path.name not in expected
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for name in list_recipes():
             fresh, stored = Path(folder) / f"{name}.yaml", COMPILED / f"{name}.yaml"
@@ -181,12 +185,18 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """Refuse a second run in the same directory at the same time."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write into {directory}: {error.strerror}; start in another folder") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"run '{directory.name}' is in progress; wait for it, or choose another --run-name") from None
+            raise UserError(
+                f"run '{directory.name}' is in progress; wait for it, or choose another --run-name"
+            ) from None
         yield
 
 
@@ -212,11 +222,15 @@ def _relative(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value not in ("", "small", "embedded") and Path(value).expanduser().exists()
+
+
 def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """`-p` values with existing paths made absolute: relative ones are the user's, not the run's."""
     path_keys = ("data_source", "data.source", "base_model", "model.base_model")
     return {key: str(Path(value).expanduser().resolve())
-            if key in path_keys and isinstance(value, str) and Path(value).expanduser().exists() else value
+            if key in path_keys and _is_path(value) else value
             for key, value in parameters.items()}  # fmt: skip
 
 
@@ -260,9 +274,10 @@ def main(
             if dry_run:
                 _print_resolved(recipe)
                 return
-            name = run_name or f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
-            if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
-                raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.'")
+            name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
+            if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+                raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
+                                "and no '-' or '.' in front")  # fmt: skip
             succeeded = run_local(recipe, name)
             click.echo(Path("runs") / name)
             sys.exit(0 if succeeded else 1)
@@ -275,8 +290,10 @@ def main(
 
 def _print_resolved(recipe: Recipe) -> None:
     from tailtune.train.arguments import check_trainer_arguments
+    from tailtune.train.hardware import find_profile
 
     check_trainer_arguments(recipe)
+    find_profile("cpu", recipe.hardware.profile)
     click.echo(json.dumps({"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json())}, indent=2))
 
 

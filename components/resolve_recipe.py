@@ -34,4 +34,6 @@ def resolve_recipe(
             batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
             ranks_per_node=ranks_per_node, seed=seed,
         )  # fmt: skip
-        return resolve_run(recipe, overrides, run_name or job_name, data_dir, models_dir, workspace_dir, local).to_json()
+        return resolve_run(
+            recipe, overrides, run_name or job_name, data_dir, models_dir, workspace_dir, local
+        ).to_json()

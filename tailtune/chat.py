@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from tailtune.errors import UserError
 from tailtune.prompt import encode_question, freeze_chat_template
@@ -26,7 +32,8 @@ def load_chat_model(directory: Path) -> ChatModel:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"no model can be loaded from {directory}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"no model can be loaded from {directory}: {' '.join(str(error).split())[:300].rstrip('. ')}; "
+                        "give the directory of a Transformers model with its tokenizer") from None  # fmt: skip
     freeze_chat_template(tokenizer)
     tokenizer.padding_side = "left"
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -66,7 +73,10 @@ def stream_answer(chat: ChatModel, prompt: Prompt, question: str, generation: Ge
     ids = torch.tensor([encode_question(chat.tokenizer, prompt, question)], device=chat.model.device)
     streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
     chat.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **generation_arguments(generation)
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        streamer=streamer,
+        **generation_arguments(generation),
     )
 
 

@@ -48,7 +48,10 @@ def _pass_on(reader: int, terminal: int, log_path: Path, errors: list[str]) -> N
     """Copy lines to the log; show marked ones, the training's steps over each other on a terminal."""
     live = os.isatty(terminal)
     over_written = False
-    with os.fdopen(reader, errors="backslashreplace") as lines, log_path.open("a", encoding="utf-8") as log_file:
+    with (
+        os.fdopen(reader, errors="backslashreplace") as lines,
+        log_path.open("a", encoding="utf-8") as log_file,
+    ):
         for line in lines:
             log_file.write(line)
             log_file.flush()

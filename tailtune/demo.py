@@ -97,4 +97,3 @@ def collect_data_facts(run: Run) -> dict[str, Any]:
             facts[f"num_{side}_rows"] = rows.num_rows
             facts[f"num_{side}_groups"] = len(rows[by].unique())
     return facts
-

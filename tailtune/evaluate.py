@@ -30,9 +30,7 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
 
     Returns the written document; one with the same key is left untouched.
     """
-    train, validation = split_rows(
-        pq.read_table(data), recipe.data.split_by, recipe.data.validation_share, recipe.seed
-    )
+    train, validation = split_rows(pq.read_table(data), recipe.data.split_by, recipe.data.validation_share, recipe.seed)
     key = sha256_json({
         "recipe": recipe.model_dump(mode="json", include={"prompt", "generation", "evaluation", "seed", "data"}),
         "models": [directory_identity(base), directory_identity(tuned)],
@@ -41,7 +39,9 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
     if (done := read_json(output)) and done.get("key") == key:
         log.info("evaluate: %s is complete", output.name)
         return done
-    results = {name: evaluate_model(recipe, path, train, validation) for name, path in (("base", base), ("tuned", tuned))}
+    results = {
+        name: evaluate_model(recipe, path, train, validation) for name, path in (("base", base), ("tuned", tuned))
+    }
     metrics = {f"{name}_{metric}": value for name, r in results.items() for metric, value in r["metrics"].items()}
     metrics["unigram_answer_loss"] = results["tuned"]["unigram_answer_loss"]
     metrics["answer_loss_vs_base"] = metrics["tuned_answer_loss"] / metrics["base_answer_loss"]
@@ -78,7 +78,12 @@ def evaluate_model(recipe: Recipe, directory: Path, train: pa.Table, validation:
         examples = [{"question": q, "reference": r, "answer": a}
                     for q, r, a in zip(questions, references, answers.texts, strict=True)][:NUM_EXAMPLES]  # fmt: skip
     floor = unigram_loss(chat, recipe.prompt, train.to_pylist(), rows)
-    return {"metrics": metrics, "unigram_answer_loss": floor, "examples": examples, "num_generated": len(generated)}
+    return {
+        "metrics": metrics,
+        "unigram_answer_loss": floor,
+        "examples": examples,
+        "num_generated": len(generated),
+    }
 
 
 @torch.inference_mode()
@@ -117,7 +122,9 @@ def score_answers(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], b
 def score_texts(texts: list[str], references: list[str]) -> dict[str, float]:
     """ROUGE-L F-measure (mean, 0–1; Lin 2004) and corpus chrF (0–100; Popović 2015)."""
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
-    rouge = [scorer.score(reference, text)["rougeL"].fmeasure for text, reference in zip(texts, references, strict=True)]
+    rouge = [
+        scorer.score(reference, text)["rougeL"].fmeasure for text, reference in zip(texts, references, strict=True)
+    ]
     return {"rouge_l": sum(rouge) / len(rouge), "chrf": CHRF().corpus_score(texts, [references]).score}
 
 

@@ -25,26 +25,33 @@ def judge(rules: Sequence[GateRule], metrics: Mapping[str, Any]) -> dict[str, An
 
 
 def _judge_rule(rule: GateRule, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    value = metrics.get(rule.metric)
+    value: Any = metrics.get(rule.metric)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if rule.metric not in metrics:
         reason = f"the metric is missing; measured: {', '.join(sorted(metrics)) or 'none'}"
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif not is_number:
         reason = f"the metric is {type(value).__name__} {value!r}, not a number"
-    elif not math.isfinite(value):
+    elif not _is_finite(value):
         reason = f"the metric is {value}"
     elif not COMPARISONS[rule.comparison](value, rule.threshold):
         reason = f"{value:.4g} is not {rule.comparison} {rule.threshold:g}"
     else:
         reason = ""
-    finite = isinstance(value, int | float) and math.isfinite(value)
     return {
         "metric": rule.metric,
-        "value": value if finite else None if value is None else str(value),
+        "value": value if is_number and _is_finite(value) else None if value is None else str(value),
         "comparison": rule.comparison,
         "threshold": rule.threshold,
         "passed": not reason,
         "reason": reason,
     }
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers have no limit
+        return False
 
 
 def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]:

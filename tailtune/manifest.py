@@ -87,26 +87,31 @@ def directory_identity(directory: Path) -> str:
     return sha256_json({p.name: sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()})
 
 
-def write_manifest(directory: Path, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Hash every file below `directory` and write its manifest, last."""
-    files = {
-        path.relative_to(directory).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-        }
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path != directory / MANIFEST
-    }
+def write_manifest(
+    directory: Path, key: Mapping[str, Any], facts: Mapping[str, Any], known_sha256: Mapping[str, str] | None = None
+) -> None:
+    """Hash every file below `directory`, but for those whose hash is known, and write its manifest, last."""
+    known_sha256, files = known_sha256 or {}, {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != MANIFEST:
+            files[name] = {"bytes": path.stat().st_size, "sha256": known_sha256.get(name) or sha256_file(path)}
     write_json(directory / MANIFEST, {"key": key, "files": files, "facts": facts})
 
 
 @contextmanager
 def publish(
-    directory: Path, key: Mapping[str, Any], facts: dict[str, Any], *, keep_partial: bool = False
+    directory: Path,
+    key: Mapping[str, Any],
+    facts: dict[str, Any],
+    *,
+    keep_partial: bool = False,
+    known_sha256: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
     """Yield the directory to write into; publish it under `directory` when the block succeeds.
 
     `key` is what the content depends on, `facts` what the block found out (fill it in the block).
+    `known_sha256` (file name to hash, filled in likewise) saves reading those files again.
     When the block raises, nothing appears under `directory`; what it wrote is deleted, unless
     `keep_partial` says that the next attempt can go on from there.
     """
@@ -116,7 +121,7 @@ def publish(
     partial.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
-        write_manifest(partial, key, facts)
+        write_manifest(partial, key, facts, known_sha256)
     except BaseException:
         if not keep_partial:
             shutil.rmtree(partial, ignore_errors=True)

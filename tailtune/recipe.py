@@ -64,6 +64,13 @@ class SmallModel(Config):
     """Steps of pretraining on plain text, so that "before" is more than noise."""
     pretrain_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
 
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "SmallModel":
+        for size, number in (("hidden_size", "num_heads"), ("num_heads", "num_key_value_heads")):
+            if getattr(self, size) % getattr(self, number):
+                raise ValueError(f"{size} {getattr(self, size)} is no multiple of {number} {getattr(self, number)}")
+        return self
+
 
 class Model(Config):
     base_model: Annotated[str, Field(min_length=1)]
@@ -127,8 +134,8 @@ class Stage(Config):
     def _trainer_has_the_run_parameters(self) -> "Stage":
         for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
             value = self.trainer.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"trainer.{name} must be a number above 0, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"trainer.{name} must be a finite number above 0, found {value!r}")
         return self
 
     @model_validator(mode="after")
@@ -210,6 +217,9 @@ class Recipe(Config):
                         f"prompt.{field} uses column '{column}', which data.columns does not make; "
                         f"it makes {list(self.data.columns)}"
                     )
+        if not template_fields(self.prompt.assistant):
+            raise ValueError("prompt.assistant uses no column, so every answer would be the same; "
+                             f"use one of {list(self.data.columns)}, for example '{{answer}}'")  # fmt: skip
         return self
 
     def to_json(self) -> str:
@@ -218,19 +228,38 @@ class Recipe(Config):
 
 
 def template_fields(template: str) -> list[str]:
-    """The `{names}` of a template, in order. Raises ValueError on broken braces."""
-    return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    """The `{names}` of a template, in order. Raises ValueError on broken braces and on `{a:b}`, `{a!r}`."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"template '{template}': {error}; write {{name}}, and {{{{ or }}}} for a brace") from None
+    for _, name, specification, conversion in parts:
+        if specification or conversion:
+            raise ValueError(f"template '{template}': '{name}' is followed by ':' or '!'; write {{{name}}}")
+    return [name for _, name, _, _ in parts if name]
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """`For {topic}, {question}` with the row's values; names may hold any character but braces."""
+    """`For {topic}, {question}` with the row's values."""
     return "".join(
         literal + (str(row[name]) if name else "") for literal, name, _, _ in string.Formatter().parse(template)
     )
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1.2 floats, so that `5e-5` is a number and not a text as in PyYAML's YAML 1.1."""
+    """YAML with 1.2 floats, so that `5e-5` is a number and not a text as in PyYAML's YAML 1.1.
+
+    A key that stands twice is an error: PyYAML would take the last one without a word.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
+            seen |= {key.value} if isinstance(key.value, str) else set()
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -290,7 +319,7 @@ def parse_recipe(text: str) -> Recipe:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"parameter 'recipe' is no JSON ({error}); leave it at its default, or paste the "
-                        "output of `pipeline.py --dry-run`") from None  # fmt: skip
+                        "value of `recipe` that `pipeline.py --dry-run` prints") from None  # fmt: skip
     if not isinstance(raw, dict):
         raise UserError("parameter 'recipe' is no JSON object; leave it at its default")
     return _validate(raw, source="parameter 'recipe'")
@@ -308,7 +337,10 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 def with_local_overlay(recipe: Recipe) -> Recipe:
     """The recipe as it runs on this machine."""
-    return with_overrides(recipe, recipe.local)
+    try:
+        return with_overrides(recipe, recipe.local)
+    except UserError as error:
+        raise UserError(f"the recipe's local: overlay: {error}") from None
 
 
 def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:

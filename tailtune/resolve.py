@@ -28,7 +28,11 @@ def resolve_run(
     find_profile("cpu", recipe.hardware.profile)
     directories = {
         field: Path(text.replace("{run}", name))
-        for field, text in (("data_dir", data_dir), ("models_dir", models_dir), ("workspace_dir", workspace_dir))
+        for field, text in (
+            ("data_dir", data_dir),
+            ("models_dir", models_dir),
+            ("workspace_dir", workspace_dir),
+        )
     }
     run = Run(name=name, recipe=recipe, local=local, **directories)
     write_json(run.run_path, run.model_dump(mode="json"))

@@ -71,4 +71,7 @@ class Run(Config):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise UserError(f"parameter 'run' is not the output of the resolve step: {error}") from None
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "run"
+            raise UserError(f"this is not the output of the resolve step: {field}: {first['msg']}; "
+                            "run the pipeline again") from None  # fmt: skip

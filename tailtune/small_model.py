@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tailtune.errors import UserError
 from tailtune.log import log
@@ -25,9 +25,9 @@ BATCH_SIZE = 16
 WARMUP_STEPS = 20
 MAX_TOKENIZER_ROWS = 200_000  # BPE gains nothing from more, and would count words for minutes
 NOTE = (
-    "A small model of the recipe's architecture, built on this machine: tokenizer trained on the training rows, "
-    "random weights pretrained for {steps} steps on the same rows as plain text. Its answers show the mechanism, "
-    "not what the full-size model can do."
+    "A small model of the recipe's architecture, built on this machine: tokenizer trained on the training "
+    "rows, random weights pretrained for {steps} steps on the same rows as plain text. Its answers show the "
+    "mechanism, not what the full-size model can do."
 )
 
 
@@ -84,8 +84,8 @@ def _train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizer
 
 
 def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> torch.nn.Module:
-    if small.model_type not in CONFIG_MAPPING:
-        raise UserError(f"model.small.model_type '{small.model_type}' is no architecture of Transformers; "
+    if small.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers; "
                         "use for example smollm3, llama or gpt_neox")  # fmt: skip
     config = AutoConfig.for_model(
         small.model_type,

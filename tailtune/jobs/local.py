@@ -1,6 +1,5 @@
 """The local back end: torchrun on this machine, its ranks' lines passed on, its failure explained."""
 
-import json
 import os
 import re
 import signal
@@ -15,8 +14,9 @@ from types import FrameType
 
 from tailtune.jobs.job import Job, JobFailed
 from tailtune.log import MARK, log
+from tailtune.manifest import read_json
 
-NUM_LAST_LINES = 15
+NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines
 USER_ERROR = f"{MARK}train: error: "
 STOPPED = 143  # a rank that saved its checkpoint after a signal (tailtune.train.sft)
 
@@ -50,7 +50,13 @@ def run_job(job: Job) -> None:
         error_file = Path(folder) / "error.json"
         process = subprocess.Popen(
             command(job),
-            env={**os.environ, **_threads(job), "TORCHELASTIC_ERROR_FILE": str(error_file), **job.environment},
+            env={
+                **os.environ,
+                **_threads(job),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarts meet stale keys: pytorch issue 135712
+                **job.environment,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,25 +76,25 @@ def run_job(job: Job) -> None:
         if stopped:
             raise JobFailed(f"job '{job.name}' was stopped by a signal; run again to resume from its checkpoint")
         if status != 0:
-            raise JobFailed(f"job '{job.name}' failed: {first_failure(error_file, status)}; last lines:\n"
+            raise JobFailed(f"job '{job.name}' failed: {first_failure(chr(10).join(last_lines), error_file, status)}; its last lines:\n"
                             + "\n".join(f"    {line}" for line in last_lines))  # fmt: skip
 
 
-def first_failure(error_file: Path, status: int) -> str:
-    """The rank that failed first and why, from the file that torchrun leaves; else the exit status."""
-    try:
-        message = json.loads(error_file.read_text())["message"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+def first_failure(output: str, error_file: Path, status: int) -> str:
+    """The rank that failed first, its exit status, and its exception where it recorded one.
+
+    `output` ends with torchrun's own account, `error_file` is what a rank's exception left.
+    """
+    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)
+    if root is None:
         return f"torchrun ended with status {status}"
-    if isinstance(message, dict):  # a Python exception that a rank recorded
-        frames = message.get("extraInfo", {}).get("py_callstack", "").strip().splitlines()
-        return " ".join([message.get("message", ""), *frames[-1:]]).strip()
-    text = str(message)
-    if root := re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.S):
-        rank, code = root.group(1), int(root.group(2))
-        name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-        return f"rank {rank} failed first, exit status {code}{name}"
-    return " ".join(text.split())[:300]
+    code = int(root.group(2))
+    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+    recorded = read_json(error_file)
+    message = recorded.get("message") if isinstance(recorded, dict) else None
+    text = message.get("message", "") if isinstance(message, dict) else message or ""
+    reason = f": {' '.join(text.split())[:500]}" if text else ""
+    return f"rank {root.group(1)} failed first, exit status {code}{name}{reason}"
 
 
 def _threads(job: Job) -> dict[str, str]:

@@ -44,7 +44,7 @@ def main(
     """Train one stage of a recipe. Start it with torchrun, one process per GPU."""
     configure()
     try:
-        from tailtune.train.sft import leave_process_group, train
+        from tailtune.train.sft import Paths, leave_process_group, train
 
         resolved = with_environment(with_overrides(load_recipe(recipe), parse_parameters(parameters)), os.environ)
         stage = next((s for s in resolved.stages if s.name == (stage_name or resolved.stages[0].name)), None)
@@ -53,14 +53,9 @@ def main(
         data = Path(os.environ.get("DATA_DIR") or data_dir) / "data.parquet"
         if not data.is_file():
             raise UserError(f"{data} does not exist; write it with the parquet step, or set --data-dir")
-        status = train(
-            resolved,
-            stage,
-            data=data,
-            model_dir=model_dir,
-            output_dir=Path(os.environ.get("OUTPUT_DIR") or output_dir),
-            key=json.loads(key_json),
-        )
+        paths = Paths(data, model_dir, Path(os.environ.get("OUTPUT_DIR") or output_dir))
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(paths.output / "tensorboard"))
+        status = train(resolved, stage, paths, key=json.loads(key_json))
         leave_process_group()
     except UserError as error:
         log.error("train: error: %s", error)

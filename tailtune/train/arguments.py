@@ -6,6 +6,7 @@ import math
 import sys
 import tempfile
 import typing
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ SET_BY_TAILTUNE = {
     "max_seq_length": "TRL calls it `max_length`",
     "load_best_model_at_end": "the best model by eval_loss is always kept",
     "metric_for_best_model": "the best model by eval_loss is always kept",
+    "greater_is_better": "the best model by eval_loss is always kept",
+    "use_cpu": "a GPU is used where there is one; hide it with CUDA_VISIBLE_DEVICES=''",
+    "push_to_hub": "upload best_model/ after the run",
     "resume_from_checkpoint": "runs resume from their last complete checkpoint by themselves",
     "model_init_kwargs": "use `hardware.attention` and `hardware.precision`",
 }
@@ -101,8 +105,11 @@ def _construct(stage: Stage, arguments: dict[str, Any], trainer: dict[str, Any] 
     from trl import SFTConfig
 
     try:
-        return SFTConfig(**{**arguments, **(stage.trainer if trainer is None else trainer)})
-    except (ValueError, TypeError) as error:
+        with warnings.catch_warnings():
+            # TRL's own default of an old name of Transformers: nothing that a user could change
+            warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+            return SFTConfig(**{**arguments, **(stage.trainer if trainer is None else trainer)})
+    except (ValueError, TypeError, ImportError, OSError) as error:
         raise UserError(f"stage '{stage.name}': trl.SFTConfig refuses the trainer arguments: {_line(error)}") from None
 
 
@@ -125,9 +132,11 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
             raise UserError(f"{where}.{name} is {value!r}: {problem}; give that type") from None
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
-        if name in POSITIVE and isinstance(value, int | float) and not value > 0:
-            raise UserError(f"{where}.{name} is {value}; give a number above 0")
+        number = isinstance(value, int | float)
+        if number and (math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf)):
+            raise UserError(f"{where}.{name} is {value}; give a finite number{' above 0' * (name in POSITIVE)}")
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:400]}…"

@@ -26,13 +26,13 @@ class StopOnSignal(TrainerCallback):
         self.requested = False
         self.stopped_at: int | None = None
         self._group: Any = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: before, there is nothing to save
+            signal.signal(number, self._request)
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 

@@ -32,8 +32,7 @@ def prepare_tail(model: PreTrainedModel, stage: Stage) -> None:
     layers = decoder_layers(model)
     if stage.num_trainable_layers > len(layers):
         raise UserError(
-            f"num_trainable_layers is {stage.num_trainable_layers}, but the model has {len(layers)} layers; "
-            "lower it"
+            f"num_trainable_layers is {stage.num_trainable_layers}, but the model has {len(layers)} layers; lower it"
         )
     model.requires_grad_(False)
     if stage.train_head:

@@ -40,13 +40,9 @@ class Server:
 
     def ranges(self, path: str) -> list[str | None]:
         """The Range header of every GET of a path, in order."""
-        return [
-            headers.get("range") for method, at, headers in self.requests if (method, at) == ("GET", path)
-        ]
+        return [headers.get("range") for method, at, headers in self.requests if (method, at) == ("GET", path)]
 
-    def add_repo(
-        self, kind: str, name: str, files: dict[str, bytes], *, refuse: tuple[int, str] | None = None
-    ) -> None:
+    def add_repo(self, kind: str, name: str, files: dict[str, bytes], *, refuse: tuple[int, str] | None = None) -> None:
         """A repository of the hub's API; `refuse` is the status and X-Error-Code of its files."""
         siblings: list[dict[str, Any]] = []
         for file, body in files.items():

@@ -20,7 +20,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from servers import COMMIT, Reply, Server, serve
 
-from tailtune import fetch
+from tailtune import fetch, transfer
 from tailtune.errors import UserError
 from tailtune.fetch import fetch_dataset, fetch_model
 from tailtune.manifest import partial_directory, read_manifest
@@ -42,9 +42,7 @@ MODEL = {
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in list(os.environ):
         if name.startswith(("AWS_", "HF_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -52,7 +50,8 @@ def clean_environment(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(fetch, "RETRY_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transfer, "RETRY_WAIT_SECONDS", 0.01)
     caplog.set_level(logging.INFO, logger="tailtune")
 
 
@@ -113,9 +112,7 @@ def test_embedded(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "image").mkdir()
     monkeypatch.setenv("TAILTUNE_EMBEDDED_DIR", str(tmp_path / "image"))
     (tmp_path / "image" / "README.md").write_text("#")
-    with pytest.raises(
-        UserError, match=r"exactly one data file .* found 0 \(none\); build the image with one"
-    ):
+    with pytest.raises(UserError, match=r"exactly one data file .* found 0 \(none\); build the image with one"):
         fetch_dataset("embedded", target)
     (tmp_path / "image" / "data.jsonl").write_bytes(DATA)
     assert fetch_dataset("embedded", target).source == "embedded"
@@ -193,7 +190,7 @@ def test_always_truncated(server: Server, target: Path) -> None:
     with pytest.raises(UserError, match=r"data.jsonl could not be fetched: .*1000.*; check the network"):
         fetch_dataset(f"{server.url}/data.jsonl", target)
     assert not target.exists()
-    assert len(server.requests) == fetch.ATTEMPTS
+    assert len(server.requests) == transfer.ATTEMPTS
 
 
 def stopped_after(server: Server, target: Path, path: str = "/data.jsonl") -> None:
@@ -273,7 +270,7 @@ def test_a_killed_process_is_continued(server: Server, target: Path, tmp_path: P
 def test_progress_in_a_log(
     server: Server, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fetch, "PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(transfer, "PROGRESS_SECONDS", 0.05)
     monkeypatch.setattr(fetch, "TIMEOUT_SECONDS", 0.3)
     server.replies["/data.jsonl"] = Reply(DATA, pause_after=100_000)
     with pytest.raises(UserError, match="could not be fetched"):
@@ -290,9 +287,7 @@ def test_progress_in_a_log(
         pytest.param([401], r"answered 401 .*needs a login.*signed link", id="401"),
         pytest.param([403], r"answered 403 .*access is refused.*expired", id="403"),
         pytest.param([404], r"answered 404 .*nothing is there; check the address", id="404"),
-        pytest.param(
-            [500] * 9, r"could not be fetched: the server answered 500 .*local path", id="always-500"
-        ),
+        pytest.param([500] * 9, r"could not be fetched: the server answered 500 .*local path", id="always-500"),
         pytest.param([429] * 9, r"could not be fetched: the server answered 429", id="always-429"),
     ],
 )
@@ -300,7 +295,7 @@ def test_http_refusals(server: Server, target: Path, statuses: list[int], words:
     server.replies["/data.jsonl"] = Reply(DATA, statuses=list(statuses))
     with pytest.raises(UserError, match=words):
         fetch_dataset(f"{server.url}/data.jsonl?token=secret", target)
-    assert len(server.requests) == min(len(statuses), fetch.ATTEMPTS)
+    assert len(server.requests) == min(len(statuses), transfer.ATTEMPTS)
     assert not target.exists()
 
 
@@ -312,9 +307,7 @@ def test_500_then_good(server: Server, target: Path) -> None:
 
 def test_wrong_hash(server: Server, target: Path) -> None:
     server.replies["/data.jsonl"] = Reply(DATA)
-    with pytest.raises(
-        UserError, match=f"data.jsonl has sha256 {SHA256}, expected {'0' * 64}; correct data.sha256"
-    ):
+    with pytest.raises(UserError, match=f"data.jsonl has sha256 {SHA256}, expected {'0' * 64}; correct data.sha256"):
         fetch_dataset(f"{server.url}/data.jsonl", target, sha256="0" * 64)
     assert_nothing(target)
 
@@ -361,9 +354,7 @@ def test_no_network(target: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        pytest.param(
-            "{tmp}/missing.jsonl", "missing.jsonl does not exist; give the path of a file", id="missing"
-        ),
+        pytest.param("{tmp}/missing.jsonl", "missing.jsonl does not exist; give the path of a file", id="missing"),
         pytest.param("{tmp}", "is a directory; name one file in it", id="directory"),
         pytest.param("{tmp}/empty.jsonl", r"empty.jsonl is empty \(0 bytes\)", id="empty"),
         pytest.param("ftp://host/data.csv", r"'ftp://' is not supported; use hf://datasets/", id="scheme"),
@@ -406,7 +397,7 @@ def test_disk_too_small_is_known_up_front(server: Server, small_disk: Path) -> N
 
 
 def test_disk_fills_up_on_the_way(server: Server, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_check_space", lambda *_: None)  # as if another process wrote meanwhile
+    monkeypatch.setattr(transfer, "check_space", lambda *_: None)  # as if another process wrote meanwhile
     server.replies["/data.jsonl"] = Reply(DATA)
     with pytest.raises(
         UserError, match=rf"no space in .*disk: {len(DATA):,} bytes are needed, 2\d\d,\d+ bytes are free"
@@ -420,7 +411,7 @@ def test_disk_full_without_root(tmp_path: Path, target: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "data.jsonl").write_bytes(DATA)
-    monkeypatch.setattr("tailtune.fetch.tqdm.update", full)
+    monkeypatch.setattr("tailtune.transfer.tqdm.update", full)
     with pytest.raises(UserError, match=f"no space in .*: {len(DATA):,} bytes are needed"):
         fetch_dataset(str(tmp_path / "data.jsonl"), target)
     assert_nothing(target)
@@ -435,9 +426,7 @@ def test_disk_full_without_root(tmp_path: Path, target: Path, monkeypatch: pytes
         pytest.param("missing", r"owner/missing is not on the hub .*check the name.*HF_TOKEN", id="missing"),
         pytest.param("name@v9", "has no such revision on the hub", id="revision"),
         pytest.param("name/x.csv", "x.csv has no such file on the hub", id="file"),
-        pytest.param(
-            "name", r"12 data files \(00.csv, .*09.csv, …\); append one .*owner/name/00.csv", id="many"
-        ),
+        pytest.param("name", r"12 data files \(00.csv, .*09.csv, …\); append one .*owner/name/00.csv", id="many"),
         pytest.param("none", "holds no .json, .jsonl, .csv, .txt or .parquet file", id="none"),
         pytest.param("gated", r"is gated: accept its licence at .*/owner/gated, .*HF_TOKEN", id="gated"),
         pytest.param("token", r"is refused by the hub .*401\); check HF_TOKEN", id="bad-token"),
@@ -498,9 +487,7 @@ def test_model_is_resumed_after_a_cut(server: Server, target: Path, monkeypatch:
     server.replies[path].cuts = [100_000]
     fetch_model("owner/model", target)
     assert server.ranges(path) == [None, "bytes=100000-"]
-    assert (target / "model-00001-of-00002.safetensors").read_bytes() == MODEL[
-        "model-00001-of-00002.safetensors"
-    ]
+    assert (target / "model-00001-of-00002.safetensors").read_bytes() == MODEL["model-00001-of-00002.safetensors"]
 
 
 def test_model_keeps_finished_files(server: Server, target: Path) -> None:
@@ -516,16 +503,12 @@ def test_model_keeps_finished_files(server: Server, target: Path) -> None:
     assert read_manifest(target) is not None and not partial_directory(target).exists()
 
 
-def test_incomplete_model_is_not_published(
-    server: Server, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_model_is_not_published(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub would return the incomplete folder with a warning."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     server.add_repo("models", "owner/model", MODEL)
     server.replies[f"/api/models/owner/model/tree/{COMMIT}"].statuses = [500] * 99
-    with pytest.raises(
-        UserError, match=r"model owner/model .*could not be fetched: .*did not arrive in full"
-    ):
+    with pytest.raises(UserError, match=r"model owner/model .*could not be fetched: .*did not arrive in full"):
         fetch_model("owner/model", target)
     assert not target.exists()
 
@@ -533,9 +516,7 @@ def test_incomplete_model_is_not_published(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param(
-            "owner/gated", r"is gated: accept its licence .*/owner/gated, then set HF_TOKEN", id="gated"
-        ),
+        pytest.param("owner/gated", r"is gated: accept its licence .*/owner/gated, then set HF_TOKEN", id="gated"),
         pytest.param("owner/missing", "model owner/missing is not on the hub", id="missing"),
         pytest.param("owner/pickle", "has no .safetensors file; take a model", id="no-safetensors"),
         pytest.param("owner/weights", "has no config.json", id="no-config"),
@@ -597,9 +578,7 @@ def test_s3(s3: str, target: Path) -> None:
     assert_complete(target)
 
 
-def test_s3_with_a_mounted_secret(
-    moto: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_with_a_mounted_secret(moto: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     for name, value in {

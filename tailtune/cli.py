@@ -1,0 +1,146 @@
+"""`tailtune`: ask a model, evaluate one, judge an evaluation."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tailtune import __version__
+from tailtune.errors import UserError
+from tailtune.log import configure
+from tailtune.manifest import read_json
+from tailtune.recipe import Recipe, load_recipe, parse_parameters, with_overrides
+from tailtune.run import Run
+
+DIRECTORY = click.Path(path_type=Path)
+
+
+def _one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
+    """A UserError as one line on stderr and exit status 1."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        configure()
+        try:
+            function(*args, **kwargs)
+        except UserError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+
+    return wrapped
+
+
+@click.group(context_settings={"max_content_width": 110})
+@click.version_option(__version__, prog_name="tailtune")
+def main() -> None:
+    """Ask a tuned model, evaluate one, judge an evaluation. Pipelines run with `python pipeline.py`."""
+
+
+@main.command()
+@click.argument("question")
+@click.option("--model", "which", type=click.Choice(["tuned", "base", "both"]), default="tuned", show_default=True)
+@click.option("--run", "run_dir", type=DIRECTORY, help="Directory of the run; the newest one below runs/ by default.")
+@_one_line_errors
+def ask(question: str, which: str, run_dir: Path | None) -> None:
+    """Ask one QUESTION, with the system prompt and the settings that the model was trained with."""
+    if not question.strip():
+        raise UserError("the question is empty; write one in quotes")
+    run = _load_run(run_dir)
+    models = {"base": _base_model_dir(run), "tuned": run.best_model_dir}
+    chosen = ["base", "tuned"] if which == "both" else [which]
+    for name in chosen:
+        if not (models[name] / "config.json").is_file():
+            raise UserError(f"the {name} model of run '{run.name}' is not at {models[name]}; finish the run first")
+    from tailtune.chat import load_chat_model, stream_answer
+
+    for name in chosen:
+        if which == "both":
+            click.secho(f"{name}:", bold=True)
+        stream_answer(load_chat_model(models[name]), run.recipe.prompt, question, run.recipe.generation)
+
+
+@main.command()
+@click.argument("model", type=DIRECTORY)
+@click.option("--recipe", required=True, help="A built-in recipe's name, or a file.")
+@click.option("--data-dir", type=DIRECTORY, required=True, help="Directory with data.parquet, of the parquet step.")
+@click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
+@_one_line_errors
+def evaluate(model: Path, recipe: str, data_dir: Path, parameters: tuple[str, ...]) -> None:
+    """Evaluate one MODEL directory on the validation rows; prints JSON."""
+    resolved = _recipe(recipe, parameters)
+    if not (data_dir / "data.parquet").is_file():
+        raise UserError(f"{data_dir} holds no data.parquet; give the data/parquet directory of a run")
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} holds no config.json; give the directory of a Transformers model")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from tailtune.evaluate import evaluate_model
+    from tailtune.split import split_rows
+
+    try:
+        table = pq.read_table(data_dir / "data.parquet")
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{data_dir / 'data.parquet'} cannot be read: {str(error).splitlines()[0]}; give the "
+                        "data/parquet directory of a run") from None  # fmt: skip
+    if missing := [name for name in resolved.data.columns if name not in table.column_names]:
+        raise UserError(f"{data_dir / 'data.parquet'} has no column '{missing[0]}', it has "
+                        f"{', '.join(table.column_names)}; give the data of a run of this recipe")  # fmt: skip
+    rows = split_rows(table, resolved.data.split_by, resolved.data.validation_share, resolved.seed)
+    result = evaluate_model(resolved, model, *rows)
+    click.echo(json.dumps({"num_rows": rows[1].num_rows, **result}, indent=2, ensure_ascii=False))
+
+
+@main.command()
+@click.argument("evaluation", type=DIRECTORY)
+@click.option("--recipe", required=True, help="A built-in recipe's name, or a file.")
+@click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
+@_one_line_errors
+def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
+    """Judge an EVALUATION (JSON file with `metrics`) by a recipe's rules; exit status 1 when it fails."""
+    from tailtune.gate import judge, verdict_lines
+
+    if not evaluation.is_file():
+        raise UserError(f"{evaluation} is no file; give the evaluation.json of a run")
+    try:
+        document = read_json(evaluation)
+    except UnicodeDecodeError:
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("metrics"), dict):
+        raise UserError(f'{evaluation} holds no "metrics"; give the evaluation.json of a run')
+    verdict = judge(_recipe(recipe, parameters).gate, document["metrics"])
+    click.echo("\n".join(verdict_lines(verdict)))
+    sys.exit(0 if verdict["passed"] else 1)
+
+
+def _recipe(name_or_path: str, parameters: tuple[str, ...]) -> Recipe:
+    return with_overrides(load_recipe(name_or_path), parse_parameters(parameters))
+
+
+def _load_run(directory: Path | None) -> Run:
+    """The run in a directory, or the one that was started last below runs/."""
+    if directory is None:
+        found = list(Path("runs").glob("*/workspace/run.json"))
+        if not found:
+            raise UserError("there is no run below runs/; start one with `make demo`, or give --run DIRECTORY")
+        path = max(found, key=lambda p: p.stat().st_mtime)
+    else:
+        path = directory / "workspace" / "run.json"
+        if not path.is_file():
+            path = directory / "run.json"  # a workspace directory on a volume
+        if not path.is_file():
+            raise UserError(f"{directory} holds no run; give a directory below runs/")
+    try:
+        return Run.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _base_model_dir(run: Run) -> Path:
+    """Where the run's base model lies: its own copy, or the directory that was named."""
+    named = Path(run.recipe.model.base_model)
+    return named if named.is_dir() else run.base_model_dir

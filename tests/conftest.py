@@ -1,0 +1,84 @@
+"""A run small enough for tests: the survival recipe's structure, a three-layer model, made-up rows."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailtune.recipe import Recipe, load_recipe, with_overrides
+from tailtune.run import Run
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+TINY: dict[str, Any] = {
+    "model.base_model": "small",
+    "model.small": {
+        "model_type": "smollm3", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_layers": 3,
+        "num_heads": 4, "num_key_value_heads": 2, "pretrain_steps": 2,
+    },
+    "prompt.system": "Answer in one sentence.",
+    "data.source": "embedded",
+    "data.validation_share": 0.2,
+    "resources.num_nodes": 1,
+    "resources.ranks_per_node": 2,
+    "evaluation.num_generated_answers": 4,
+    "generation.max_new_tokens": 8,
+    "stages.0.trainer.num_train_epochs": 3,
+    "stages.0.trainer.per_device_train_batch_size": 2,
+    "stages.0.trainer.gradient_accumulation_steps": 1,
+    "stages.0.trainer.learning_rate": 0.001,
+}  # fmt: skip
+
+
+def tiny_recipe(**overrides: Any) -> Recipe:
+    """The tiny recipe; keyword names are run parameters, dotted keys go through `with_overrides`."""
+    return with_overrides(load_recipe("survival"), {**TINY, **overrides})
+
+
+def write_rows(path: Path, num_rows: int = 50) -> Path:
+    """Question/answer rows that a tiny model can learn a little of."""
+    rows = [
+        {
+            "topic": f"Topic {i % 3}",
+            "question": f"What is {i} plus {i % 7}?",
+            "answer": f"It is {i + i % 7}, as counted.",
+        }
+        for i in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `data/` (Parquet) and `base/` (small model) that tests may read."""
+    from tailtune.base_model import provide_base_model
+    from tailtune.parquet import write_parquet
+
+    folder = tmp_path_factory.mktemp("prepared")
+    recipe = tiny_recipe()
+    write_parquet(write_rows(folder / "rows.jsonl"), folder / "data", recipe.data)
+    provide_base_model(recipe, folder / "data", folder / "base")
+    return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Run]:
+    """A function that makes a run of the tiny recipe in a fresh directory."""
+
+    def make(name: str = "run", **overrides: Any) -> Run:
+        root = tmp_path / name
+        return Run(
+            name=name,
+            recipe=tiny_recipe(**overrides),
+            local=True,
+            data_dir=root / "data",
+            models_dir=root / "models",
+            workspace_dir=root / "workspace",
+        )
+
+    return make

@@ -1,0 +1,221 @@
+"""Two gloo ranks train a tiny model: whole, killed, stopped, and again."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tailtune.errors import UserError
+from tailtune.jobs.training import train_stage
+from tailtune.run import Run
+from tailtune.train.checkpoints import is_complete
+
+LONG = {"stages.0.trainer.num_train_epochs": 40}  # about 400 steps: time to be interrupted
+LAUNCH = (
+    "import sys; from pathlib import Path; from tailtune.log import step; from tailtune.run import Run\n"
+    "from tailtune.jobs.training import train_stage\n"
+    "with step('train'): train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
+)
+
+
+def launch(run: Run, prepared: Path, log: Path) -> "subprocess.Popen[bytes]":
+    arguments = [run.to_json(), str(prepared / "data"), str(prepared / "base")]
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stdout=file, stderr=file)
+
+
+def wait_for_checkpoints(run: Run, count: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if sum(is_complete(path) for path in (run.models_dir / "checkpoints").glob("checkpoint-*")) >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {count} complete checkpoints, exit status {process.poll()}")
+
+
+def find_rank(process: "subprocess.Popen[bytes]", rank: int) -> psutil.Process:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.best_model_dir / "model.safetensors")
+
+
+def max_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def fingerprint(root: Path) -> dict[str, tuple[int, str]]:
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str]]:
+    from conftest import tiny_recipe
+
+    root = tmp_path_factory.mktemp("undisturbed")
+    run = Run(name="undisturbed", recipe=tiny_recipe(**LONG), local=True, data_dir=root / "data",
+              models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
+    process = launch(run, prepared, root / "log")
+    assert process.wait(timeout=300) == 0, (root / "log").read_text()
+    yield run, (root / "log").read_text()
+
+
+def test_all_artefacts_are_written(undisturbed: tuple[Run, str], prepared: Path) -> None:
+    run, log = undisturbed
+    assert "2 ranks" in log
+    names = {p.name for p in run.models_dir.iterdir()}
+    assert {"best_model", "checkpoints", "training_history.json", "training_summary.json", "tensorboard"} <= names
+    history = json.loads((run.models_dir / "training_history.json").read_text())
+    assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes"} <= set(
+        history["train"][0]
+    )
+    assert len(history["eval"]) >= 5
+    summary = json.loads((run.models_dir / "training_summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["learning_rate"] == pytest.approx(0.002)  # scaled by two ranks
+    assert summary["hardware"]["precision"] == "fp32"
+    assert summary["provenance"]["data_sha256"]
+    assert summary["num_train_rows"] + summary["num_validation_rows"] == 50
+    assert list((run.models_dir / "tensorboard").glob("events*"))
+
+
+def test_the_best_model_is_an_ordinary_one_with_an_untied_head(undisturbed: tuple[Run, str], prepared: Path) -> None:
+    run, _ = undisturbed
+    model = AutoModelForCausalLM.from_pretrained(run.best_model_dir)
+    assert not model.config.tie_word_embeddings
+    base = load_file(prepared / "base" / "model.safetensors")
+    tuned = weights(run)
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(tuned[embedding], base[embedding])
+    assert not torch.equal(tuned["lm_head.weight"], tuned[embedding])
+    frozen, trained = "model.layers.0.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
+    assert torch.equal(tuned[frozen], base[frozen])
+    assert not torch.equal(tuned[trained], base[trained])
+    tokenizer = AutoTokenizer.from_pretrained(run.best_model_dir)
+    assert "<|im_start|>" in tokenizer.chat_template
+    assert (run.best_model_dir / "system_prompt.txt").read_text() == run.recipe.prompt.system
+
+
+def test_best_is_the_lowest_eval_loss(undisturbed: tuple[Run, str]) -> None:
+    run, _ = undisturbed
+    history = json.loads((run.models_dir / "training_history.json").read_text())
+    summary = json.loads((run.models_dir / "training_summary.json").read_text())
+    best = min(history["eval"], key=lambda entry: entry["eval_loss"])
+    assert (summary["best_step"], summary["best_eval_loss"]) == (best["step"], best["eval_loss"])
+
+
+def test_again_does_no_step_and_changes_no_file(undisturbed: tuple[Run, str], prepared: Path) -> None:
+    run, _ = undisturbed
+    before = fingerprint(run.models_dir)
+    train_stage(run, prepared / "data", prepared / "base")
+    assert fingerprint(run.models_dir) == before
+
+
+def test_other_settings_do_not_resume_from_these_checkpoints(undisturbed: tuple[Run, str], prepared: Path) -> None:
+    from conftest import tiny_recipe
+
+    run, _ = undisturbed
+    other = run.model_copy(update={"recipe": tiny_recipe(**LONG, seed=7)})
+    with pytest.raises(UserError, match="made with other settings .*seed.*choose another --run-name"):
+        train_stage(other, prepared / "data", prepared / "base")
+
+
+def test_a_killed_rank_restarts_all_and_ends_with_the_same_weights(
+    undisturbed: tuple[Run, str], prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run("killed", **LONG)
+    process = launch(run, prepared, tmp_path / "log")
+    wait_for_checkpoints(run, 2, process)
+    find_rank(process, 1).kill()
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    resumed = next(line for line in log.splitlines() if "resuming from checkpoint-" in line)
+    step = int(resumed.split("checkpoint-")[1].split(",")[0])
+    assert resumed.endswith(f"next step is {step + 1}")
+    summary = json.loads((run.models_dir / "training_summary.json").read_text())
+    assert summary["resumed_from_steps"] == [step]
+    reference, _ = undisturbed
+    assert max_difference(weights(run), weights(reference)) <= 1e-4
+    # the steps after the checkpoint are those of the undisturbed run
+    losses = {e["step"]: e["loss"] for e in json.loads((run.models_dir / "training_history.json").read_text())["train"]}
+    expected = json.loads((reference.models_dir / "training_history.json").read_text())["train"]
+    assert losses == pytest.approx({e["step"]: e["loss"] for e in expected}, rel=1e-4)
+
+
+def test_sigterm_saves_and_the_next_call_goes_on(
+    undisturbed: tuple[Run, str], prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run("stopped", **LONG)
+    process = launch(run, prepared, tmp_path / "log")
+    wait_for_checkpoints(run, 1, process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=120) == 1
+    log = (tmp_path / "log").read_text()
+    assert "stopped by a signal; run again to resume" in log, log
+    stopped = next(line for line in log.splitlines() if "stopped at step" in line)
+    step = int(stopped.split("stopped at step ")[1].split()[0])
+    assert is_complete(run.models_dir / "checkpoints" / f"checkpoint-{step}")
+    assert not run.best_model_dir.exists()
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.models_dir) in " ".join(p.info["cmdline"] or [])]
+
+    train_stage(run, prepared / "data", prepared / "base")
+    assert json.loads((run.models_dir / "training_summary.json").read_text())["resumed_from_steps"] == [step]
+    reference, _ = undisturbed
+    assert max_difference(weights(run), weights(reference)) <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_save_of_40_seconds_survives_sigterm(prepared: Path, make_run: Callable[..., Run], tmp_path: Path) -> None:
+    """torchrun's own default would kill the ranks after 30 seconds, in the middle of the save."""
+    (tmp_path / "slow_save.py").write_text(
+        "import time\n"
+        "from tailtune.train import sft\n"
+        "original = sft.MeteredTrainer._save_optimizer_and_scheduler\n"
+        "def slow(self, output_dir):\n"
+        "    time.sleep(40)\n"
+        "    original(self, output_dir)\n"
+        "sft.MeteredTrainer._save_optimizer_and_scheduler = slow\n"
+        "from tailtune.train.__main__ import main\n"
+        "main()\n"
+    )
+    run = make_run("slow", **LONG, **{"stages.0.trainer.save_steps": 1000, "stages.0.trainer.eval_steps": 1000})
+    log = tmp_path / "log"
+    launcher = LAUNCH.replace("with step", "import tailtune.jobs.training as t, dataclasses\n"
+                              "original = t.run_job\n"
+                              "t.run_job = lambda job: original(dataclasses.replace(job, module='slow_save'))\n"
+                              "with step")  # fmt: skip
+    arguments = [run.to_json(), str(prepared / "data"), str(prepared / "base")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with log.open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-c", launcher, *arguments], stdout=file, stderr=file,
+                                   env=environment)  # fmt: skip
+    deadline = time.monotonic() + 120
+    while "train: step" not in log.read_text():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=200) == 1
+    assert time.monotonic() - start >= 40
+    step = int(log.read_text().split("stopped at step ")[1].split()[0])
+    assert is_complete(run.models_dir / "checkpoints" / f"checkpoint-{step}")

@@ -1,0 +1,529 @@
+"""Every bad input in one table: how it is given, the exit status, and what the user reads."""
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+import pipeline
+import tailtune.cli
+from conftest import tiny_recipe
+from tailtune.base_model import provide_base_model
+from tailtune.jobs.training import train_stage
+from tailtune.log import log, step
+from tailtune.parquet import write_parquet
+from tailtune.recipe import BUILT_IN, load_recipe
+from tailtune.resolve import resolve_run
+from tailtune.run import Run
+from tailtune.split import split_rows
+
+ROOT = Path(pipeline.__file__).parent
+SURVIVAL = (BUILT_IN / "survival.yaml").read_text(encoding="utf-8")
+ROW = '{"topic": "Knots", "question": "How?", "answer": "So."}\n'
+METRICS = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5}
+
+
+@dataclass(frozen=True)
+class Place:
+    tmp: Path
+    """The test's own directory, and the current one."""
+    prepared: Path
+    """`data/` and `base/` of the tiny recipe, to read."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    status: int
+    stderr: str
+    stdout: str = ""
+
+
+Call = Callable[[Place], Shown]
+
+
+# -- ways to give an input: each returns a function that gives it and tells what was shown -----------
+
+
+def command(main: click.Command, *arguments: str) -> Call:
+    """A command line; `TMP` and `PREPARED` stand for the directories."""
+
+    def call(place: Place) -> Shown:
+        filled = [a.replace("TMP", str(place.tmp)).replace("PREPARED", str(place.prepared)) for a in arguments]
+        result = CliRunner().invoke(main, filled, prog_name="prog")
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Shown(result.exit_code, result.stderr, result.stdout)
+
+    return call
+
+
+def pipeline_py(*arguments: str) -> Call:
+    return command(pipeline.main, *arguments)
+
+
+def flag(*pairs: str) -> Call:
+    """`-p PAIR …` on top of the survival recipe."""
+    return pipeline_py("--dry-run", *(text for pair in pairs for text in ("-p", pair)))
+
+
+def tailtune_command(*arguments: str) -> Call:
+    return command(tailtune.cli.main, *arguments)
+
+
+def after(prepare: Callable[[Place], Any], call: Call) -> Call:
+    def both(place: Place) -> Shown:
+        prepare(place)
+        return call(place)
+
+    return both
+
+
+def file(name: str, content: str | bytes) -> Callable[[Place], None]:
+    def write(place: Place) -> None:
+        path = place.tmp / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return write
+
+
+def recipe_file(content: str | bytes, *arguments: str, name: str = "own.yaml") -> Call:
+    return after(file(name, content), pipeline_py("--dry-run", "--recipe", f"TMP/{name}", *arguments))
+
+
+def recipe(old: str, new: str, *arguments: str) -> Call:
+    """The survival recipe with one text replaced, as a file of the user's."""
+    assert SURVIVAL.count(old) >= 1, old
+    return recipe_file(SURVIVAL.replace(old, new, 1), *arguments)
+
+
+def in_step(function: Callable[[Place], Any]) -> Call:
+    """A step of the pipeline, with what its log shows."""
+
+    def call(place: Place) -> Shown:
+        stderr, status = io.StringIO(), 0
+        with contextlib.redirect_stderr(stderr):
+            try:
+                with step("step"):
+                    function(place)
+            except SystemExit as stop:
+                status = stop.code
+        return Shown(status, stderr.getvalue())
+
+    return call
+
+
+def fetch(source: str, **arguments: Any) -> Call:
+    def function(place: Place) -> None:
+        from tailtune.fetch import fetch_dataset
+
+        fetch_dataset(source.replace("TMP", str(place.tmp)), place.tmp / "raw", **arguments)
+
+    return in_step(function)
+
+
+def data_file(name: str, content: str | bytes, **data: Any) -> Call:
+    """A file for the parquet step of the tiny recipe."""
+    return after(
+        file(name, content),
+        in_step(
+            lambda place: write_parquet(
+                place.tmp / name, place.tmp / "parquet", tiny_recipe().data.model_copy(update=data)
+            )
+        ),
+    )
+
+
+def base_model(name: str, **overrides: Any) -> Call:
+    return in_step(
+        lambda place: provide_base_model(
+            tiny_recipe(**{"model.base_model": name.replace("TMP", str(place.tmp)), **overrides}),
+            place.prepared / "data",
+            place.tmp / "base",
+        )
+    )
+
+
+def resolve(recipe_json: Callable[[], str], **overrides: Any) -> Call:
+    return in_step(lambda place: resolve_run(recipe_json(), overrides, "run", *["TMP"] * 3, local=False))
+
+
+def train_layers(place: Place) -> None:
+    from tailtune.train.hardware import choose
+    from tailtune.train.model import load_model, prepare_tail
+
+    tiny = tiny_recipe(**{"stages.0.num_trainable_layers": 99})
+    prepare_tail(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), tiny.stages[0])
+
+
+def long_question(place: Place) -> None:
+    from transformers import AutoTokenizer
+
+    from tailtune.train.sft import count_truncated
+
+    tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
+    rows = pa.table({"full-question": ["How? " * 50], "answer": ["So."]})
+    count_truncated(tokenizer, tiny_recipe(), rows, 64)
+
+
+def train_command(*arguments: str) -> Call:
+    def call(place: Place) -> Shown:
+        from tailtune.train.__main__ import main
+
+        return command(main, *arguments)(place)
+
+    return call
+
+
+def a_run(tmp: Path, **overrides: Any) -> Run:
+    root = tmp / "runs" / "mine"
+    return Run(name="mine", recipe=tiny_recipe(**overrides), local=True, data_dir=root / "data",
+               models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
+
+
+def write_run(place: Place) -> None:
+    file("runs/mine/workspace/run.json", a_run(place.tmp).to_json())(place)
+
+
+def table(**columns: list[str]) -> Callable[[Place], None]:
+    return lambda place: pq.write_table(pa.table(columns), place.tmp / "data.parquet")
+
+
+def gate(document: Any) -> Call:
+    text = document if isinstance(document, str | bytes) else json.dumps(document)
+    return after(file("evaluation.json", text), tailtune_command("gate", "TMP/evaluation.json", "--recipe", "survival"))
+
+
+def process(*arguments: str) -> Call:
+    """The real thing: `python ARGUMENTS` in the test's directory."""
+
+    def call(place: Place) -> Shown:
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=place.tmp,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        return Shown(result.returncode, result.stderr, result.stdout)
+
+    return call
+
+
+# -- the table ---------------------------------------------------------------------------------------
+
+Row = tuple[str, Call, int, str]
+"""Name, how it is given, exit status, what the user reads. `TMP` stands for the directory."""
+
+FILES: list[Row] = [
+    ("data file is missing", fetch("TMP/no.jsonl"), 1,
+     "data source TMP/no.jsonl does not exist; give the path of a file as this step sees it"),
+    ("data file is a directory", fetch("TMP"), 1, "data source TMP is a directory; name one file in it"),
+    ("data file is empty", after(file("e.jsonl", ""), fetch("TMP/e.jsonl")), 1,
+     "TMP/e.jsonl is empty (0 bytes); give a file with data"),
+    ("data file has another hash", after(file("a.jsonl", ROW), fetch("TMP/a.jsonl", sha256="0" * 64)), 1,
+     "correct data.sha256 or restore the file"),
+    ("scheme is unknown", fetch("ftp://host/a.csv"), 1,
+     "data source ftp://host/a.csv: 'ftp://' is not supported; use hf://datasets/…, https://, s3://, a path"),
+    ("bucket without an object", fetch("s3://bucket"), 1, "s3://bucket names no object; write s3://BUCKET/KEY"),
+    ("hub address of a model", fetch("hf://models/a/b"), 1,
+     "hf://models/a/b is no dataset; write hf://datasets/OWNER/NAME[@revision][/file]"),
+    ("format is unknown", data_file("rows.xlsx", ROW), 1,
+     "the format of rows.xlsx is unknown; name the file .json, .jsonl, .csv, .txt, .parquet"),
+    ("no suffix", data_file("rows", ROW), 1, "or set data.format to one of json, jsonl, csv, txt, parquet"),
+    ("converted file is missing", in_step(lambda p: write_parquet(p.tmp / "no.csv", p.tmp / "out", tiny_recipe().data)),
+     1, "data file TMP/no.csv does not exist; check data.source"),
+    ("broken JSON above the limit", data_file("rows.jsonl", ROW * 10 + '{"topic":\n' * 5), 1,
+     "5 of 15 rows (33.3 %) were rejected, above data.max_rejected_share 1 %; first: line 11: broken JSON"),
+    ("column is missing in JSON Lines", data_file("rows.jsonl", ROW.replace("question", "frage")), 1,
+     "column 'question' is not in the data; found: answer, frage, topic; map them in data.columns"),
+    ("column is missing in CSV", data_file("rows.csv", "topic,frage,answer\na,b,c\n"), 1,
+     "column 'question' is not in the data; found: topic, frage, answer; map them in data.columns"),
+    ("text has no columns", data_file("rows.txt", "a\nb\n"), 1, "column 'topic' is not in the data; found: text"),
+    ("gz that is none", data_file("rows.jsonl.gz", ROW), 1, "TMP/rows.jsonl.gz cannot be read as jsonl, gzip"),
+    ("gz that is cut off", data_file("rows.jsonl.gz", gzip.compress(os.urandom(9000))[:4000]), 1,
+     "TMP/rows.jsonl.gz cannot be read as jsonl, gzip: Truncated compressed stream; fetch or export it again"),
+    ("zst that is none", data_file("rows.jsonl.zst", ROW), 1, "cannot be read as jsonl, zstd"),
+    ("Parquet that is none", data_file("rows.parquet", ROW), 1, "TMP/rows.parquet cannot be read as parquet"),
+    ("no rows", data_file("rows.jsonl", "\n\n"), 1, "TMP/rows.jsonl holds no rows; check data.source and data.format"),
+    ("header only", data_file("rows.csv", "topic,question,answer\n"), 1, "TMP/rows.csv holds no rows"),
+    ("JSON array is cut off", data_file("rows.json", f"[{ROW},{{"), 1, "the JSON array does not end"),
+    ("answers are blank", data_file("rows.jsonl", ROW.replace("So.", " ") * 3), 1,
+     "3 of 3 rows (100.0 %) were rejected, above data.max_rejected_share 1 %; first: line 1: column 'answer' is empty"),
+    ("text is UTF-16", data_file("rows.jsonl", ROW.encode("utf-16")), 1, "line 1: invalid UTF-8"),
+    ("every row is bad", data_file("rows.jsonl", "[1]\n", max_rejected_share=1.0), 1,
+     "no row is left: 1 of 1 rows (100.0 %) were rejected; first: line 1: not a JSON object"),
+    ("too few rows to split", in_step(lambda p: split_rows(pa.table({"q": ["a"]}), "q", 0.1, 1)), 1,
+     "the validation part of 1 rows is empty, split by 'q' with data.validation_share 0.1; change the share"),
+    ("split column is not in the data", in_step(lambda p: split_rows(pa.table({"q": ["a"]}), "question", 0.1, 1)), 1,
+     "data.split_by is 'question', but the data has the columns q; name one of them"),
+    ("training without data", in_step(lambda p: train_stage(a_run(p.tmp), p.tmp / "no", p.prepared / "base")), 1,
+     "TMP/no holds no complete Parquet file; run the parquet step first"),
+    ("question longer than max_length", in_step(long_question), 1, "leaves no room for its answer in max_length 64; "
+     "raise stages.0.trainer.max_length or shorten prompt.system"),
+    ("base model directory is empty", base_model("TMP"), 1,
+     "base_model TMP holds no config.json; give the directory of a Transformers model"),
+    ("base model is nothing", base_model("./nowhere"), 1,
+     "base_model './nowhere' is no directory and no hub name; give OWNER/NAME, a path, or small"),
+    ("architecture is unknown", base_model("small", **{"model.small.model_type": "smollm9"}), 1,
+     "model.small.model_type 'smollm9' is no causal architecture of Transformers; use for example smollm3"),
+    ("architecture is not causal", base_model("small", **{"model.small.model_type": "t5"}), 1,
+     "model.small.model_type 't5' is no causal architecture of Transformers"),
+    ("more layers than the model has", in_step(train_layers), 1,
+     "num_trainable_layers is 99, but the model has 3 layers; lower it"),
+]  # fmt: skip
+
+RECIPES: list[Row] = [
+    ("unknown name", pipeline_py("--dry-run", "--recipe", "survivl"), 2,
+     "error: no recipe 'survivl', did you mean 'survival'?; built in: survival; or give a path that ends in .yaml"),
+    ("file is missing", pipeline_py("--dry-run", "--recipe", "nowhere.yaml"), 2,
+     "error: recipe file nowhere.yaml does not exist; check the path, or see --list"),
+    ("file is a directory", after(lambda p: (p.tmp / "own.yaml").mkdir(),
+                                  pipeline_py("--dry-run", "--recipe", "TMP/own.yaml")), 2,
+     "recipe file TMP/own.yaml cannot be read: [Errno 21] Is a directory"),
+    ("not UTF-8", recipe_file("name: é".encode("latin-1")), 2, "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+    ("broken YAML", recipe("seed: 42", "seed: [42"), 2,
+     "recipe file TMP/own.yaml, line 6: expected ',' or ']', but got ':'; correct the YAML"),
+    ("broken JSON", recipe_file("{", name="own.json"), 2,
+     "recipe file TMP/own.json: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct"),
+    ("empty file", recipe_file(""), 2, "holds no mapping; start from a built-in one (recipes/survival.yaml)"),
+    ("not a mapping", recipe_file("- a\n"), 2, "recipe file TMP/own.yaml holds no mapping; start from a built-in one"),
+    ("key stands twice", recipe("seed: 42", "seed: 42\nseed: 43"), 2,
+     "recipe file TMP/own.yaml, line 5: key 'seed' stands twice; correct the YAML"),
+    ("unknown key", recipe("seed: 42", "sead: 42"), 2,
+     "recipe TMP/own.yaml: sead: unknown key, did you mean 'seed'?; known: name, description, seed, model"),
+    ("unknown nested key", recipe("validation_share", "validation_shar"), 2,
+     "data.validation_shar: unknown key, did you mean 'validation_share'?"),
+    ("unknown key of a stage", recipe("train_head", "train_haed"), 2,
+     "stages.0.train_haed: unknown key, did you mean 'train_head'?"),
+    ("missing key", recipe("name: survival\n", ""), 2, "recipe TMP/own.yaml: name: is missing; add it"),
+    ("wrong type", recipe("seed: 42", "seed: many"), 2, "seed: Input should be a valid integer"),
+    ("two problems", recipe("seed: 42", "seed: many\nsead: 1"), 2, "(got 'many') (and 1 more)"),
+    ("name with a space", recipe("name: survival", "name: My Recipe"), 2, "name: String should match pattern"),
+    ("split_by no column", recipe("split_by: full-question", "split_by: question"), 2,
+     "data: split_by is 'question', which is not a column; use one of ['full-question', 'answer']"),
+    ("template without a field", recipe('answer: "{answer}"', 'answer: "answer"'), 2,
+     "data: columns.answer names no source column; write for example '{question}'"),
+    ("template with one brace", recipe('answer: "{answer}"', 'answer: "{answer"'), 2,
+     "data: template '{answer': expected '}' before end of string; write {name}, and {{ or }} for a brace"),
+    ("template with a format", recipe('answer: "{answer}"', 'answer: "{answer:>9}"'), 2,
+     "template '{answer:>9}': 'answer' is followed by ':' or '!'; write {answer}"),
+    ("prompt with one brace", recipe('user: "{full-question}"', 'user: "{full-question"'), 2,
+     "template '{full-question': expected '}' before end of string"),
+    ("prompt uses no column", recipe('assistant: "{answer}"', 'assistant: "yes"'), 2,
+     "prompt.assistant uses no column, so every answer would be the same; use one of ['full-question', 'answer']"),
+    ("prompt uses an unknown column", recipe('user: "{full-question}"', 'user: "{question}"'), 2,
+     "prompt.user uses column 'question', which data.columns does not make; it makes ['full-question', 'answer']"),
+    ("threshold NaN", recipe("threshold: 0.95", "threshold: .nan"), 2,
+     "gate.0: threshold is nan; give a finite number"),
+    ("threshold infinite", recipe("threshold: 0.95", "threshold: .inf"), 2, "gate.0: threshold is inf; give a finite"),
+    ("unknown comparison", recipe('"<="', '"=<"'), 2, "gate.0.comparison: Input should be '<', '<=', '>' or '>='"),
+    ("no rules", flag("gate=[]"), 2, "gate: List should have at least 1 item"),
+    ("SFTConfig knows no such argument", recipe("warmup_steps", "warmup_step"), 2,
+     "error: stages.0.trainer.warmup_step is no argument of trl.SFTConfig, did you mean 'warmup_steps'?"),
+    ("reserved argument", recipe("warmup_steps: 0.03", "output_dir: x"), 2,
+     "stages.0.trainer.output_dir cannot be set: the run's own directory is used"),
+    ("argument that would be ignored", recipe("warmup_steps: 0.03", "use_cpu: true"), 2,
+     "stages.0.trainer.use_cpu cannot be set: a GPU is used where there is one"),
+    ("max_seq_length", recipe("max_length: 1024", "max_seq_length: 1024"), 2,
+     "stages.0.trainer.max_seq_length cannot be set: TRL calls it `max_length`"),
+    ("wrong type of an argument", recipe("weight_decay: 0.0", "weight_decay: heavy"), 2,
+     "stages.0.trainer.weight_decay is 'heavy': Input should be a valid number; give that type"),
+    ("value that SFTConfig refuses", recipe("lr_scheduler_type: linear", "lr_scheduler_type: linaer"), 2,
+     "stage 'sft': trl.SFTConfig refuses the trainer arguments: linaer is not a valid SchedulerType, please select"),
+    ("argument whose package is missing", recipe("weight_decay: 0.0", "deepspeed: ds.json"), 2,
+     "trl.SFTConfig refuses the trainer arguments: No package metadata was found for The 'deepspeed"),
+    ("argument is not a number", recipe("weight_decay: 0.0", "weight_decay: .nan"), 2,
+     "stages.0.trainer.weight_decay is nan; give a finite number"),
+    ("negative learning rate", recipe("learning_rate: 5e-5", "learning_rate: -5e-5"), 2,
+     "stages.0: trainer.learning_rate must be a finite number above 0, found -5e-05"),
+    ("length of nothing", recipe("max_length: 1024", "max_length: 0"), 2,
+     "stages.0.trainer.max_length is 0; give a finite number above 0"),
+    ("nothing trains", flag("stages.0={name: sft, kind: sft, num_trainable_layers: 0, train_head: false, trainer: "
+                            "{num_train_epochs: 1, per_device_train_batch_size: 1, learning_rate: 1}}"), 2,
+     "num_trainable_layers is 0 and train_head is false, so nothing would train"),
+    ("unknown kind of stage", recipe("kind: sft", "kind: dpo"), 2, "stages.0.kind: Input should be 'sft' (got 'dpo')"),
+    ("unknown hardware profile", recipe("resources:\n", "hardware: {profile: B200}\nresources:\n"), 2,
+     "error: hardware.profile 'B200' is not known; use auto or one of T4, L4, A40"),
+    ("small without a description", flag("base_model=small", "model.small=null"), 2,
+     "model: base_model is 'small' but model.small is not given; describe it, or name a model"),
+    ("heads do not divide", flag("model.small.num_heads=5"), 2,
+     "model.small: hidden_size 128 is no multiple of num_heads 5"),
+    ("unknown key in local:", recipe("  model.base_model: small", "  modle.base_model: small", "--local"), 2,
+     "error: the recipe's local: overlay: unknown key 'modle.base_model', did you mean 'model'?"),
+    ("dashboard: no JSON", resolve(lambda: "survival"), 1, "parameter 'recipe' is no JSON (Expecting value"),
+    ("dashboard: no object", resolve(lambda: "[]"), 1, "parameter 'recipe' is no JSON object; leave it at its default"),
+    ("dashboard: epochs", resolve(lambda: tiny_recipe().to_json(), epochs=-1.0), 1,
+     "recipe with epochs: stages.0: trainer.num_train_epochs must be a finite number above 0, found -1.0"),
+    ("dashboard: trainer argument", resolve(lambda: tiny_recipe(**{"stages.0.trainer.warmup": 1}).to_json()), 1,
+     "stages.0.trainer.warmup is no argument of trl.SFTConfig, did you mean"),
+    ("dashboard: profile", resolve(lambda: tiny_recipe(**{"hardware.profile": "B200"}).to_json()), 1,
+     "hardware.profile 'B200' is not known"),
+]  # fmt: skip
+
+FLAGS: list[Row] = [
+    ("-p without =", flag("epochs"), 2, "error: -p epochs: write KEY=VALUE, for example -p epochs=2"),
+    ("-p without a key", flag("=3"), 2, "error: -p =3: write KEY=VALUE, for example -p epochs=2"),
+    ("-p with an unknown key", flag("epoch=3"), 2,
+     "error: unknown key 'epoch', did you mean 'epochs'?; known here: name, description, seed"),
+    ("-p with an unknown dotted key", flag("model.revison=x"), 2,
+     "unknown key 'model.revison', did you mean 'model.revision'?; known here: model.base_model, model.revision"),
+    ("-p with an unknown argument", flag("stages.0.trainer.warmup_stepz=1"), 2,
+     "stages.0.trainer.warmup_stepz is no argument of trl.SFTConfig, did you mean 'warmup_steps'?"),
+    ("-p with an index out of range", flag("stages.1.trainer.max_length=1"), 2,
+     "error: unknown key 'stages.1.trainer.max_length': 'stages' has entries 0 to 0"),
+    ("-p with a name as an index", flag("gate.first.threshold=1"), 2, "'gate' has entries 0 to 2"),
+    ("-p below a value", flag("seed.x=1"), 2, "error: unknown key 'seed.x': 'seed' is a single value; set that"),
+    ("-p with the wrong type", flag("epochs=two"), 2, "recipe with epochs: stages.0: trainer.num_train_epochs must be"),
+    ("-p with nothing", flag("base_model="), 2, "model.base_model: String should have at least 1 character (got '')"),
+    ("-p infinite", flag("epochs=.inf"), 2, "trainer.num_train_epochs must be a finite number above 0, found inf"),
+    ("-p half a row", flag("batch_size=1.5"), 2,
+     "stages.0.trainer.per_device_train_batch_size is 1.5: Input should be a valid integer; give that type"),
+    ("-p no nodes", flag("num_nodes=0"), 2, "resources.num_nodes: Input should be greater than or equal to 1 (got 0)"),
+    ("--check with --local", pipeline_py("--check", "--local"), 2, "Error: give one of --local, --dry-run, --check"),
+    ("two modes", pipeline_py("--list", "--check"), 2, "Error: give one of --local, --dry-run, --check, --list"),
+    ("-p without a mode", pipeline_py("-p", "epochs=1"), 2, "Error: --recipe and -p need --local or --dry-run"),
+    ("--run-name without --local", pipeline_py("--run-name", "x"), 2, "Error: --run-name needs --local"),
+    ("--run-name with a path", pipeline_py("--local", "--run-name", "../x"), 2,
+     "error: --run-name '../x': use letters, digits, '-', '_' and '.', at most 100, and no '-' or '.' in front"),
+    ("--run-name of two words", pipeline_py("--local", "--run-name", "a b"), 2, "error: --run-name 'a b': use letters"),
+    ("--run-name empty", pipeline_py("--local", "--run-name", ""), 2, "error: --run-name '': use letters"),
+    ("--run-name too long", pipeline_py("--local", "--run-name", "x" * 300), 2, "at most 100"),
+    ("runs/ is a file", after(file("runs", ""), pipeline_py("--local", "--run-name", "x")), 2,
+     "error: cannot write into TMP/runs/x: "),
+    ("unknown option", process(str(ROOT / "pipeline.py"), "--lokal"), 2, "No such option '--lokal'"),
+    ("an argument", pipeline_py("survival"), 2, "Error: Got unexpected extra argument (survival)"),
+    ("a run that fails", process(str(ROOT / "pipeline.py"), "--local", "-p", "stages.0.trainer.warmup_step=1"), 1,
+     "failed: resolve: error: stages.0.trainer.warmup_step is no argument of trl.SFTConfig, did you mean "
+     "'warmup_steps'?"),
+]  # fmt: skip
+
+EVALUATE = ("evaluate", "PREPARED/base", "--recipe", "survival", "--data-dir")
+COMMANDS: list[Row] = [
+    ("ask without a run", tailtune_command("ask", "hi"), 1,
+     "error: there is no run below runs/; start one with `make demo`, or give --run DIRECTORY"),
+    ("ask an empty question", tailtune_command("ask", " "), 1, "error: the question is empty; write one in quotes"),
+    ("ask without a question", tailtune_command("ask"), 2, "Error: Missing argument 'QUESTION'."),
+    ("ask in another directory", tailtune_command("ask", "hi", "--run", "TMP"), 1,
+     "error: TMP holds no run; give a directory below runs/"),
+    ("ask a run without its model", after(write_run, tailtune_command("ask", "hi")), 1,
+     "error: the tuned model of run 'mine' is not at TMP/runs/mine/models/best_model; finish the run first"),
+    ("ask the base model that is not there", after(write_run, tailtune_command("ask", "hi", "--model", "base")), 1,
+     "error: the base model of run 'mine' is not at TMP/runs/mine/models/base_model; finish the run first"),
+    ("ask a broken model", after(write_run, after(file("runs/mine/models/best_model/config.json", "{"),
+                                                  tailtune_command("ask", "hi"))), 1,
+     "is not a valid JSON file; give the directory of a Transformers model with its tokenizer"),
+    ("ask a broken run", after(file("runs/a/workspace/run.json", '{"name": 3}'), tailtune_command("ask", "hi")), 1,
+     "error: runs/a/workspace/run.json: this is not the output of the resolve step: name: Input should be a valid "
+     "string; run the pipeline again"),
+    ("ask a run that is no JSON", after(file("runs/a/workspace/run.json", "x"), tailtune_command("ask", "hi")), 1,
+     "error: runs/a/workspace/run.json: this is not the output of the resolve step: run: Invalid JSON"),
+    ("ask an unknown model", tailtune_command("ask", "hi", "--model", "best"), 2, "'best' is not one of 'tuned', 'base'"),
+    ("evaluate without data", tailtune_command(*EVALUATE, "TMP"), 1,
+     "error: TMP holds no data.parquet; give the data/parquet directory of a run"),
+    ("evaluate no model", tailtune_command("evaluate", "TMP", "--recipe", "survival", "--data-dir", "PREPARED/data"), 1,
+     "error: TMP holds no config.json; give the directory of a Transformers model"),
+    ("evaluate an unknown recipe", tailtune_command("evaluate", "TMP", "--recipe", "survivl", "--data-dir", "TMP"), 1,
+     "error: no recipe 'survivl', did you mean 'survival'?"),
+    ("evaluate without a recipe", tailtune_command("evaluate", "TMP"), 2, "Error: Missing option '--recipe'."),
+    ("evaluate broken data", after(file("data.parquet", "x"), tailtune_command(*EVALUATE, "TMP")), 1,
+     "error: TMP/data.parquet cannot be read: "),
+    ("evaluate other data", after(table(question=["a"]), tailtune_command(*EVALUATE, "TMP")), 1,
+     "error: TMP/data.parquet has no column 'full-question', it has question; give the data of a run of this recipe"),
+    ("evaluate on one row", after(table(**{"full-question": ["a"], "answer": ["b"]}),
+                                  tailtune_command(*EVALUATE, "TMP")), 1, "part of 1 rows is empty"),
+    ("gate a missing file", tailtune_command("gate", "TMP/no.json", "--recipe", "survival"), 1,
+     "error: TMP/no.json is no file; give the evaluation.json of a run"),
+    ("gate a file without metrics", gate({"loss": 1}), 1,
+     'error: TMP/evaluation.json holds no "metrics"; give the evaluation.json of a run'),
+    ("gate broken JSON", gate("{"), 1, 'error: TMP/evaluation.json holds no "metrics"'),
+    ("gate bytes", gate(b"\xff\xfe\x00"), 1, 'error: TMP/evaluation.json holds no "metrics"'),
+    ("gate a list of metrics", gate({"metrics": [1]}), 1, 'error: TMP/evaluation.json holds no "metrics"'),
+    ("unknown command", tailtune_command("aks"), 2, "No such command 'aks'"),
+    ("train without data", train_command("--recipe", "survival", "--model-dir", "TMP", "--data-dir", "TMP"), 1,
+     "train: error: TMP/data.parquet does not exist; write it with the parquet step, or set --data-dir"),
+    ("train an unknown stage", train_command("--recipe", "survival", "--model-dir", "TMP", "--stage", "dpo"), 1,
+     "train: error: no stage 'dpo'; the recipe has ['sft']"),
+]  # fmt: skip
+
+VERDICTS: list[Row] = [
+    ("a metric fails", gate({"metrics": METRICS | {"answer_loss_vs_base": 1.2}}), 1,
+     "FAIL  answer_loss_vs_base 1.2 (<= 0.95) — 1.2 is not <= 0.95"),
+    ("a metric is NaN", gate({"metrics": METRICS | {"answer_loss_vs_base": float("nan")}}), 1,
+     "FAIL  answer_loss_vs_base nan (<= 0.95) — the metric is nan"),
+    ("a metric is missing", gate({"metrics": {}}), 1, "the metric is missing; measured: none"),
+    ("a metric is a word", gate({"metrics": METRICS | {"tuned_token_accuracy": "good"}}), 1,
+     "the metric is str 'good', not a number"),
+    ("a metric is beyond all floats", gate({"metrics": METRICS | {"tuned_token_accuracy": 10**400}}), 1,
+     "FAIL  tuned_token_accuracy 1000"),
+]  # fmt: skip
+
+BAD = {"file": FILES, "recipe": RECIPES, "flag": FLAGS, "command": COMMANDS}
+
+
+def cases(rows: list[Row], kind: str) -> list[Any]:
+    return [pytest.param(*row[1:], id=f"{kind}: {row[0]}") for row in rows]
+
+
+@pytest.fixture(autouse=True)
+def own_directory_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is written elsewhere, and the log goes to the stderr of the moment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DATA_DIR", "OUTPUT_DIR", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(log, "handlers", [])
+    propagate = log.propagate
+    yield
+    log.propagate = propagate
+
+
+@pytest.mark.parametrize(("call", "status", "message"), [c for kind, rows in BAD.items() for c in cases(rows, kind)])
+def test_bad_input(call: Call, status: int, message: str, tmp_path: Path, prepared: Path) -> None:
+    shown = call(Place(tmp_path, prepared))
+    stderr = shown.stderr.replace(str(tmp_path), "TMP")
+    assert shown.status == status, stderr
+    assert message in stderr
+    assert "Traceback" not in stderr + shown.stdout
+    assert shown.status == 1 or not shown.stdout
+    errors = [line for line in stderr.splitlines() if "error: " in line.lower()]
+    assert message in errors[-1], "the message is one line"
+    assert stderr.splitlines()[-1] == errors[-1], "and the last one"
+
+
+@pytest.mark.parametrize(("call", "status", "message"), cases(VERDICTS, "verdict"))
+def test_a_verdict_is_a_result_not_an_error(
+    call: Call, status: int, message: str, tmp_path: Path, prepared: Path
+) -> None:
+    shown = call(Place(tmp_path, prepared))
+    assert (shown.status, shown.stderr) == (status, "")
+    assert shown.stdout.startswith("gate FAILED") and message in shown.stdout
+
+
+def test_the_metrics_of_the_table_would_pass(tmp_path: Path, prepared: Path) -> None:
+    shown = gate({"metrics": METRICS})(Place(tmp_path, prepared))
+    assert (shown.status, shown.stderr) == (0, "") and shown.stdout.startswith("gate passed")
+
+
+def test_bad_input_before_a_run_makes_no_directory(tmp_path: Path) -> None:
+    result = CliRunner().invoke(pipeline.main, ["--local", "-p", "epoch=1"])
+    assert result.exit_code == 2 and not list(tmp_path.iterdir())
+
+
+def test_the_recipe_that_the_table_breaks_is_good(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(SURVIVAL, encoding="utf-8")
+    assert load_recipe(tmp_path / "own.yaml") != load_recipe("survival"), "its paths are relative to the file"
+    result = CliRunner().invoke(pipeline.main, ["--dry-run", "--recipe", "own.yaml"])
+    assert result.exit_code == 0, result.output
