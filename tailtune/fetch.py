@@ -29,8 +29,8 @@ from tailtune.transfer import STATE, Body, Origin
 TIMEOUT_SECONDS = 60.0
 CHUNK_BYTES = 8 * 2**20
 HUB_TIMEOUT_SECONDS = 10.0
-HUB_GIVE_UP_SECONDS = 45.0
-"""A question to the hub is not asked again later than this."""
+HUB_GIVE_UP_SECONDS = 30.0
+"""A question to the hub is not asked again later than this. One attempt takes HUB_TIMEOUT_SECONDS per address."""
 
 DATA_FILE = re.compile(
     r"(^|/)(?!(dataset_infos\.json|license\.txt|requirements\.txt)$)[^/]*\.(json|jsonl|csv|txt|parquet)(\.gz|\.zst)?$",
@@ -116,13 +116,50 @@ def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
     return directory
 
 
+def _model_files(siblings: list[Any], shown: str) -> list[Any]:
+    """What transformers reads, and the licence."""
+    files = [file for file in siblings if MODEL_FILE.fullmatch(file.rfilename)]
+    names = {file.rfilename for file in files}
+    if not any(name.endswith(".safetensors") for name in names):
+        raise UserError(f"{shown} has no .safetensors file; take a model or a revision that has safetensors")
+    if "config.json" not in names:
+        raise UserError(f"{shown} has no config.json; take a model that transformers can load")
+    return files
+
+
+def _snapshot(api: hub.HfApi, name: str, commit: str, partial: Path, files: list[Any]) -> None:
+    names = [file.rfilename for file in files]
+    try:
+        api.snapshot_download(name, revision=commit, local_dir=partial, allow_patterns=names, tqdm_class=transfer.Bar)
+    except hub_errors.LocalEntryNotFoundError as error:
+        raise error.__cause__ or error from None  # the hub's own answer, hidden behind "not found locally"
+    except RuntimeError as error:  # hf_xet has no class of its own for a transfer that failed
+        raise transfer.Interrupted(str(error)) from None
+    # When the hub cannot list its files in six tries of its client, 23 s in all, snapshot_download
+    # returns an incomplete folder with a warning only.
+    for file in files:
+        path = partial / file.rfilename
+        if not path.is_file() or file.size not in (None, path.stat().st_size):
+            raise transfer.GaveUp(f"{file.rfilename} did not arrive in full")
+
+
+def _checked_hashes(partial: Path, files: list[Any], shown: str) -> dict[str, str]:
+    """SHA-256 of every file, by name; those of large files are what the hub says."""
+    hashes = {file.rfilename: sha256_file(partial / file.rfilename) for file in files}
+    for file in files:
+        if file.lfs and hashes[file.rfilename] != file.lfs.sha256:
+            transfer.empty(partial)
+            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says; run again")
+    return hashes
+
+
 # --- where a source is -----------------------------------------------------------------------------
 
 
 def _local_file(source: str) -> Path | None:
     """The file behind `embedded` or a path; None for an address."""
     if source == "embedded":
-        return _embedded_file(_embedded_directory())
+        return _embedded_file()
     if "://" in source:
         return None
     path = Path(source).expanduser()
@@ -132,16 +169,6 @@ def _local_file(source: str) -> Path | None:
         raise UserError(f"data source {path} does not exist; give the path of a file as this step sees it, "
                         "hf://datasets/OWNER/NAME, https://…, s3://BUCKET/KEY or 'embedded'")  # fmt: skip
     return path
-
-
-def _embedded_file(directory: Path) -> Path:
-    entries = sorted(directory.iterdir()) if directory.is_dir() else []
-    found = [path for path in entries if path.is_file() and DATA_FILE.search(path.name)]
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found[:10]) or "none"
-        raise UserError(f"source 'embedded' needs exactly one data file in {directory}, found {len(found)} ({names}); "
-                        "build the image with one, or set TAILTUNE_EMBEDDED_DIR")  # fmt: skip
-    return found[0]
 
 
 def _origin(source: str | Path) -> Origin:
@@ -300,55 +327,21 @@ def _s3_object(storage: Any, path: str) -> dict[str, Any]:
     return info
 
 
-# --- the model's files -----------------------------------------------------------------------------
-
-
-def _model_files(siblings: list[Any], shown: str) -> list[Any]:
-    """What transformers reads, and the licence."""
-    files = [file for file in siblings if MODEL_FILE.fullmatch(file.rfilename)]
-    names = {file.rfilename for file in files}
-    if not any(name.endswith(".safetensors") for name in names):
-        raise UserError(f"{shown} has no .safetensors file; take a model or a revision that has safetensors")
-    if "config.json" not in names:
-        raise UserError(f"{shown} has no config.json; take a model that transformers can load")
-    return files
-
-
-def _snapshot(api: hub.HfApi, name: str, commit: str, partial: Path, files: list[Any]) -> None:
-    names = [file.rfilename for file in files]
-    try:
-        api.snapshot_download(name, revision=commit, local_dir=partial, allow_patterns=names, tqdm_class=transfer.Bar)
-    except hub_errors.LocalEntryNotFoundError as error:
-        raise error.__cause__ or error from None  # the hub's own answer, hidden behind "not found locally"
-    except RuntimeError as error:  # hf_xet has no class of its own for a transfer that failed
-        raise transfer.Interrupted(str(error)) from None
-    # When the hub cannot list its files in six tries of its client, 23 s in all, snapshot_download
-    # returns an incomplete folder with a warning only.
-    for file in files:
-        path = partial / file.rfilename
-        if not path.is_file() or file.size not in (None, path.stat().st_size):
-            raise transfer.GaveUp(f"{file.rfilename} did not arrive in full")
-
-
-def _checked_hashes(partial: Path, files: list[Any], shown: str) -> dict[str, str]:
-    """SHA-256 of every file, by name; those of large files are what the hub says."""
-    hashes = {file.rfilename: sha256_file(partial / file.rfilename) for file in files}
-    for file in files:
-        if file.lfs and hashes[file.rfilename] != file.lfs.sha256:
-            transfer.empty(partial)
-            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says; run again")
-    return hashes
-
-
-# --- the environment: every variable that this module reads; huggingface_hub reads the hub's token -------
+# --- every environment variable that is read here; huggingface_hub reads the hub's token -----------
 
 
 def _hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-def _embedded_directory() -> Path:
-    return Path(os.environ.get("TAILTUNE_EMBEDDED_DIR", "/opt/tailtune/data"))
+def _embedded_file() -> Path:
+    directory = Path(os.environ.get("TAILTUNE_EMBEDDED_DIR", "/opt/tailtune/data"))
+    found = [path for path in sorted(directory.glob("*")) if path.is_file() and DATA_FILE.search(path.name)]
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found[:10]) or "none"
+        raise UserError(f"source 'embedded' needs exactly one data file in {directory}, found {len(found)} ({names}); "
+                        "build the image with one, or set TAILTUNE_EMBEDDED_DIR")  # fmt: skip
+    return found[0]
 
 
 def _s3_arguments() -> dict[str, Any]:
@@ -365,5 +358,5 @@ def _s3_arguments() -> dict[str, Any]:
     endpoint = mounted("AWS_S3_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_S3_ENDPOINT")
     if endpoint and "://" not in endpoint:
         endpoint = f"https://{endpoint}"
-    return {"key": mounted("AWS_ACCESS_KEY_ID"), "secret": mounted("AWS_SECRET_ACCESS_KEY"), "endpoint_url": endpoint,
-            "client_kwargs": {"region_name": mounted("AWS_DEFAULT_REGION")}}  # fmt: skip
+    return {"key": mounted("AWS_ACCESS_KEY_ID"), "secret": mounted("AWS_SECRET_ACCESS_KEY"),
+            "endpoint_url": endpoint, "client_kwargs": {"region_name": mounted("AWS_DEFAULT_REGION")}}  # fmt: skip

@@ -43,7 +43,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text by rename: a reader sees the old file or the whole new one."""
+    """Write UTF-8 text by rename: a reader sees the old file or the whole new one.
+
+    A file that holds the text already is left untouched, its time included.
+    """
+    if path.is_file() and path.read_bytes() == text.encode("utf-8", "backslashreplace"):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

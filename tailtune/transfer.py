@@ -70,7 +70,7 @@ class Interrupted(Exception):
 
 
 class GaveUp(Interrupted):
-    """The same, after a client's own retries: not attempted again here."""
+    """The same after a client's own retries: not attempted again."""
 
 
 @contextmanager
@@ -221,17 +221,11 @@ def logged_growth(directory: Path, total_bytes: int | None) -> Iterator[None]:
 # --- attempts --------------------------------------------------------------------------------------
 
 _NETWORK_ERRORS = (
-    Interrupted,
-    requests.ConnectionError,
-    requests.Timeout,
-    urllib3.exceptions.HTTPError,
-    httpx2.TransportError,
+    Interrupted, ConnectionError, TimeoutError, requests.ConnectionError, requests.Timeout,
+    urllib3.exceptions.HTTPError, httpx2.TransportError,
+    botocore.exceptions.ConnectionError, botocore.exceptions.HTTPClientError,
     hub_errors.LocalEntryNotFoundError,  # what hf_hub_download makes of an unreachable hub
-    botocore.exceptions.ConnectionError,
-    botocore.exceptions.HTTPClientError,
-    ConnectionError,
-    TimeoutError,
-)
+)  # fmt: skip
 
 
 def retry(call: Callable[[], T], *, give_up_seconds: float = math.inf) -> T:

@@ -109,7 +109,7 @@ def serve() -> Iterator[Server]:
                 answered["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
                 status, body = 206, body[start:]
             cut = reply.cuts.pop(0) if reply.cuts and send_body else None
-            self._finish(status, body, answered, send_body, cut, reply.pause_after)
+            return self._finish(status, body, answered, send_body, cut, reply.pause_after)
 
         def _finish(
             self,

@@ -20,10 +20,10 @@ import pytest
 from moto.server import ThreadedMotoServer
 from servers import COMMIT, Reply, Server, serve
 
-from tailtune import fetch, transfer
+from tailtune import fetch, manifest, transfer
 from tailtune.errors import UserError
 from tailtune.fetch import fetch_dataset, fetch_model
-from tailtune.manifest import partial_directory, read_manifest
+from tailtune.manifest import partial_directory, read_manifest, sha256_file
 
 DATA = b'{"question": "?", "answer": "!"}\n' * 20_000
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -82,10 +82,10 @@ def assert_nothing(target: Path) -> None:
 def assert_complete(target: Path, name: str = "data.jsonl", content: bytes = DATA) -> None:
     assert sorted(path.name for path in target.iterdir()) == sorted([name, "manifest.json"])
     assert (target / name).read_bytes() == content
-    manifest = read_manifest(target)
-    assert manifest is not None
-    assert manifest["facts"]["sha256"] == hashlib.sha256(content).hexdigest()
-    assert manifest["facts"]["bytes"] == len(content)
+    found = read_manifest(target)
+    assert found is not None
+    assert found["facts"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert found["facts"]["bytes"] == len(content)
     assert not partial_directory(target).exists()
 
 
@@ -469,8 +469,8 @@ def test_model(server: Server, target: Path) -> None:
     assert fetch_model("owner/model", target) == target
     names = {path.relative_to(target).as_posix() for path in target.rglob("*")}
     assert names == set(MODEL) - {"pytorch_model.bin", "onnx/config.json", "README.md"} | {"manifest.json"}
-    manifest = read_manifest(target)
-    assert manifest is not None and manifest["facts"]["revision"] == COMMIT
+    found = read_manifest(target)
+    assert found is not None and found["facts"]["revision"] == COMMIT
     asked = len(server.requests)
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     fetch_model("owner/model", target)
@@ -511,6 +511,53 @@ def test_incomplete_model_is_not_published(server: Server, target: Path, monkeyp
     with pytest.raises(UserError, match=r"model owner/model .*could not be fetched: .*did not arrive in full"):
         fetch_model("owner/model", target)
     assert not target.exists()
+
+
+@pytest.mark.parametrize("listing", ["revision/main", f"tree/{COMMIT}"])
+def test_a_listing_that_keeps_failing_takes_a_minute(
+    server: Server, target: Path, monkeypatch: pytest.MonkeyPatch, listing: str
+) -> None:
+    """The hub's client waits, too, within each of our attempts."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr(transfer, "RETRY_WAIT_SECONDS", 1.0)
+    server.add_repo("models", "owner/model", MODEL)
+    server.replies[f"/api/models/owner/model/{listing}"].statuses = [500] * 99
+    with pytest.raises(UserError, match="run the step again"):
+        fetch_model("owner/model", target)
+    assert 10 < sum(waits) < 60
+
+
+def test_a_hub_that_stands_still_is_given_up(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "HUB_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(fetch, "HUB_GIVE_UP_SECONDS", 0.3)
+    server.replies["/api/datasets/owner/name"] = Reply(b"{}", pause_after=1)
+    with pytest.raises(UserError, match="could not be fetched"):
+        fetch_dataset("hf://datasets/owner/name", target)
+    assert len(server.requests) == 2
+
+
+def test_no_content_is_hashed_twice(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+
+    def count(path: Path) -> str:
+        hashed.append(path.name.removesuffix(".part"))
+        return sha256_file(path)
+
+    for module in (fetch, transfer, manifest):
+        monkeypatch.setattr(module, "sha256_file", count)
+    server.replies["/data.jsonl"] = Reply(DATA)
+    fetch_dataset(f"{server.url}/data.jsonl", tmp_path / "raw")
+    assert hashed == ["data.jsonl"]
+    hashed.clear()
+    server.add_repo("models", "owner/model", MODEL)
+    fetch_model("owner/model", tmp_path / "model")
+    assert len(hashed) == len(set(hashed)) == 7
+    for directory in (tmp_path / "raw", tmp_path / "model"):
+        found = read_manifest(directory)
+        assert found is not None and {"source", "revision", "bytes", "sha256"} <= set(found["facts"])
+        for name, entry in found["files"].items():
+            assert entry["sha256"] == sha256_file(directory / name)
 
 
 @pytest.mark.parametrize(
