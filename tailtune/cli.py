@@ -124,10 +124,10 @@ def _recipe(name_or_path: str, parameters: tuple[str, ...]) -> Recipe:
 def _load_run(directory: Path | None) -> Run:
     """The run in a directory, or the one that was started last below runs/."""
     if directory is None:
-        found = list(Path("runs").glob("*/workspace/run.json"))
+        found = [p for p in Path("runs").glob("*/workspace/run.json") if (p.parent / "pipeline.log").is_file()]
         if not found:
             raise UserError("there is no run below runs/; start one with `make demo`, or give --run DIRECTORY")
-        path = max(found, key=lambda p: p.stat().st_mtime)
+        path = max(found, key=lambda p: (p.parent / "pipeline.log").stat().st_mtime)
     else:
         path = directory / "workspace" / "run.json"
         if not path.is_file():

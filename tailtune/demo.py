@@ -18,9 +18,7 @@ from tailtune.split import split_rows
 def make_demo(run: Run, base: Path, tuned: Path) -> Path:
     """Answer the demo questions, write `demo_outputs/` and the report; return the report's path."""
     answers = answer_questions(run.recipe, base, tuned, run.demo_dir)
-    html = render_report(collect_report(run, base, answers))
-    if not run.report_path.is_file() or run.report_path.read_text(encoding="utf-8") != html:
-        write_text(run.report_path, html)
+    write_text(run.report_path, render_report(collect_report(run, base, answers)))
     log.info("demo: report %s", run.report_path)
     return run.report_path
 

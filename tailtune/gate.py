@@ -59,8 +59,7 @@ def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]
     document = read_json(evaluation)
     metrics = document.get("metrics") if isinstance(document, dict) else None
     verdict = judge(recipe.gate, metrics if isinstance(metrics, dict) else {})
-    if read_json(output) != verdict:
-        write_json(output, verdict)
+    write_json(output, verdict)
     for line in verdict_lines(verdict):
         log.info("gate: %s", line)
     return verdict

@@ -223,8 +223,8 @@ class Recipe(Config):
         return self
 
     def to_json(self) -> str:
-        """Canonical JSON: the form in which the recipe travels as one parameter of the pipeline."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+        """JSON: the form in which the recipe travels as one parameter of the pipeline."""
+        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
 
 
 def template_fields(template: str) -> list[str]:

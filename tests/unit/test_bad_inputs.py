@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from conftest import tiny_recipe
 
 import pipeline
 import tailtune.cli
-from conftest import tiny_recipe
 from tailtune.base_model import provide_base_model
 from tailtune.jobs.training import train_stage
 from tailtune.log import log, step
@@ -431,7 +431,7 @@ COMMANDS: list[Row] = [
      "string; run the pipeline again"),
     ("ask a run that is no JSON", after(file("runs/a/workspace/run.json", "x"), tailtune_command("ask", "hi")), 1,
      "error: runs/a/workspace/run.json: this is not the output of the resolve step: run: Invalid JSON"),
-    ("ask an unknown model", tailtune_command("ask", "hi", "--model", "best"), 2, "'best' is not one of 'tuned', 'base'"),
+    ("ask an unknown model", tailtune_command("ask", "hi", "--model", "best"), 2, "'best' is not one of 'tuned'"),
     ("evaluate without data", tailtune_command(*EVALUATE, "TMP"), 1,
      "error: TMP holds no data.parquet; give the data/parquet directory of a run"),
     ("evaluate no model", tailtune_command("evaluate", "TMP", "--recipe", "survival", "--data-dir", "PREPARED/data"), 1,

@@ -1,0 +1,124 @@
+"""The pipeline as a user starts it: whole, again, failing the gate, stopped."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from conftest import TINY, write_rows
+from tailtune.recipe import load_recipe
+from tailtune.split import split_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSING = [{"metric": "tuned_answer_loss", "comparison": "<", "threshold": 100}]
+
+
+def write_recipe(folder: Path, **overrides: object) -> Path:
+    """A user's own recipe file with the tiny settings."""
+    recipe = json.loads(load_recipe("survival").to_json())
+    recipe |= {"name": "tiny", "local": {}, "gate": PASSING}
+    for key, value in {**TINY, "data.source": str(write_rows(folder / "rows.jsonl")), **overrides}.items():
+        *path, last = key.split(".")
+        at = recipe
+        for part in path:
+            at = at[int(part)] if part.isdigit() else at[part]
+        at[last] = value
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(ROOT / "pipeline.py"), "--local", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(folder, *arguments)
+    out, err = process.communicate(timeout=400)
+    return process.returncode, out, err
+
+
+def fingerprint(root: Path) -> dict[str, tuple[int, str]]:
+    """Times and hashes of a run's files, logs and locks apart."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.name not in ("pipeline.log", ".lock")
+    }
+
+
+def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first")
+    assert code == 0, err
+    assert out.splitlines()[-1] == "runs/first"
+    directory = tmp_path / "runs" / "first"
+    lines = err.splitlines()
+    for step in ("resolve", "fetch", "parquet", "model", "train", "evaluate", "gate", "demo"):
+        assert any(line.startswith(f"{step}: ") for line in lines), err
+    assert len(lines) < 70 and not any("{" in line for line in lines), err  # no pages of JSON
+    assert any(line.startswith("evaluate: answer loss") and "unigram floor" in line for line in lines)
+    html = (directory / "report.html").read_text()
+    assert "What is" in html
+    table = pq.read_table(directory / "data" / "parquet" / "data.parquet")
+    assert table.column_names == ["full-question", "answer"]
+    train, validation = split_rows(table, "full-question", 0.2, 42)
+    assert not set(train["full-question"].to_pylist()) & set(validation["full-question"].to_pylist())
+    answers = json.loads((directory / "models" / "demo_outputs" / "answers.json").read_text())["answers"]
+    assert len(answers) == 5 and set(answers[0]) == {"question", "base", "tuned"}
+
+    before = fingerprint(directory)
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first")
+    assert code == 0, err
+    assert fingerprint(directory) == before
+    assert "train: step" not in err
+
+    # another threshold judges the same model anew, without a training step, and the run ends as failed
+    rule = '[{metric: tuned_answer_loss, comparison: "<", threshold: 0.001}]'
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first", "-p", f"gate={rule}")
+    assert code == 1
+    assert "train: step" not in err
+    assert "did not pass the gate (tuned_answer_loss:" in err.splitlines()[-2], err
+    assert json.loads((directory / "workspace" / "verdict.json").read_text())["passed"] is False
+    assert "gate failed" in (directory / "report.html").read_text().lower()
+
+    # other training settings do not go on from these checkpoints
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first", "-p", "learning_rate=0.5")
+    assert code == 1
+    assert "learning_rate" in err and "choose another --run-name" in err
+
+
+def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, **{"data.source": str(tmp_path / "nowhere.jsonl")})
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "bad")
+    assert code == 1
+    assert out.splitlines()[-1] == "runs/bad"
+    assert err.splitlines()[-1].startswith("failed: fetch: error: ") and "nowhere.jsonl does not exist" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    recipe = write_recipe(tmp_path, **{"stages.0.trainer.num_train_epochs": 40})
+    process = start(tmp_path, "--recipe", str(recipe), "--run-name", "stopped")
+    log = tmp_path / "runs" / "stopped" / "workspace" / "pipeline.log"
+    deadline = time.monotonic() + 180
+    while not (log.is_file() and "train: step" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "run again to resume" in err, err
+    assert list((tmp_path / "runs" / "stopped" / "models" / "checkpoints").glob("checkpoint-*/complete.json"))
+    leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not leftover, leftover

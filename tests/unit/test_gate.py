@@ -1,0 +1,131 @@
+"""The gate: every comparison at its border, and everything that is no finite number fails."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_recipe
+
+from tailtune.errors import UserError
+from tailtune.gate import judge, judge_file, raise_verdict, verdict_lines, verdict_markdown
+from tailtune.recipe import GateRule
+
+
+def rule(comparison: str = "<=", threshold: float = 1.0, metric: str = "loss") -> GateRule:
+    return GateRule(metric=metric, comparison=comparison, threshold=threshold)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("comparison", "below", "equal", "above"),
+    [("<", True, False, False), ("<=", True, True, False), (">", False, False, True), (">=", False, True, True)],
+)
+def test_comparisons(comparison: str, below: bool, equal: bool, above: bool) -> None:
+    for value, expected in ((0.999, below), (1.0, equal), (1, equal), (1.001, above)):
+        assert judge([rule(comparison)], {"loss": value})["passed"] is expected
+
+
+@pytest.mark.parametrize("comparison", ["<=", ">="])
+@pytest.mark.parametrize(
+    ("metrics", "reason", "value"),
+    [
+        pytest.param({}, "the metric is missing; measured: none", None, id="nothing measured"),
+        pytest.param({"b": 1, "a": 2}, "the metric is missing; measured: a, b", None, id="another measured"),
+        pytest.param({"loss": math.nan}, "the metric is nan", "nan", id="NaN"),
+        pytest.param({"loss": math.inf}, "the metric is inf", "inf", id="inf"),
+        pytest.param({"loss": -math.inf}, "the metric is -inf", "-inf", id="-inf"),
+        pytest.param({"loss": True}, "the metric is bool True, not a number", "True", id="bool"),
+        pytest.param({"loss": "1.0"}, "the metric is str '1.0', not a number", "1.0", id="str"),
+        pytest.param({"loss": None}, "the metric is NoneType None, not a number", None, id="None"),
+        pytest.param({"loss": [1.0]}, "the metric is list [1.0], not a number", "[1.0]", id="list"),
+        pytest.param({"loss": 10**400}, f"the metric is {10**400}", str(10**400), id="beyond float"),
+    ],
+)
+def test_what_is_no_finite_number_fails(comparison: str, metrics: dict[str, Any], reason: str, value: Any) -> None:
+    verdict = judge([rule(comparison)], metrics)
+    assert verdict["passed"] is False
+    assert (verdict["rules"][0]["reason"], verdict["rules"][0]["value"]) == (reason, value)
+    json.dumps(verdict, allow_nan=False)
+
+
+def test_no_rules_fail() -> None:
+    assert judge([], {"loss": 0.5}) == {"passed": False, "rules": []}
+
+
+@pytest.mark.parametrize(("loss", "accuracy", "passed"), [(0.5, 0.5, True), (0.5, 0.1, False), (2, 0.5, False)])
+def test_every_rule_must_pass(loss: float, accuracy: float, passed: bool) -> None:
+    rules = [rule(), rule(">=", 0.3, "accuracy")]
+    assert judge(rules, {"loss": loss, "accuracy": accuracy})["passed"] is passed
+
+
+def test_a_rule_says_what_it_wanted() -> None:
+    judged = judge([rule("<=", 0.95)], {"loss": 1.23456})["rules"][0]
+    assert judged["reason"] == "1.235 is not <= 0.95"
+    assert judged["value"] == 1.23456
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+PASSING = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5}
+
+
+def judge_text(tmp_path: Path, text: str | None) -> dict[str, Any]:
+    if text is not None:
+        (tmp_path / "evaluation.json").write_text(text)
+    return judge_file(tiny_recipe(), tmp_path / "evaluation.json", tmp_path / "verdict.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        pytest.param(json.dumps({"metrics": PASSING}), True, id="good"),
+        pytest.param(json.dumps({"metrics": PASSING | {"tuned_token_accuracy": math.nan}}), False, id="NaN"),
+        pytest.param(json.dumps({"metrics": [1]}), False, id="metrics are a list"),
+        pytest.param(json.dumps([PASSING]), False, id="a list"),
+        pytest.param(json.dumps(PASSING), False, id="metrics not below their key"),
+        pytest.param('{"metrics": {"answer_lo', False, id="cut off"),
+        pytest.param("", False, id="empty"),
+        pytest.param(None, False, id="missing"),
+    ],
+)
+def test_a_file_is_judged_closed(tmp_path: Path, text: str | None, passed: bool) -> None:
+    verdict = judge_text(tmp_path, text)
+    assert verdict["passed"] is passed and len(verdict["rules"]) == 3
+    assert json.loads((tmp_path / "verdict.json").read_text()) == verdict
+
+
+def test_an_equal_verdict_is_left_untouched_and_another_one_replaced(tmp_path: Path) -> None:
+    judge_text(tmp_path, json.dumps({"metrics": PASSING}))
+    before = (tmp_path / "verdict.json").stat()
+    judge_text(tmp_path, json.dumps({"metrics": PASSING}))
+    after = (tmp_path / "verdict.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    judge_text(tmp_path, json.dumps({"metrics": {}}))
+    assert json.loads((tmp_path / "verdict.json").read_text())["passed"] is False
+
+
+def test_the_last_words_name_the_failed_rules_and_the_report(tmp_path: Path) -> None:
+    judge_text(tmp_path, json.dumps({"metrics": PASSING | {"answer_loss_vs_base": 2}}))
+    with pytest.raises(UserError) as raised:
+        raise_verdict(tmp_path / "verdict.json", "report.html")
+    assert str(raised.value) == (
+        "the model did not pass the gate (answer_loss_vs_base: 2 is not <= 0.95); see report.html"
+    )
+
+
+def test_the_verdict_on_a_terminal() -> None:
+    rules = [rule("<=", 0.95), rule(">=", 0.3, "accuracy")]
+    assert verdict_lines(judge(rules, {"loss": 0.5})) == [
+        "gate FAILED",
+        "  pass  loss 0.5 (<= 0.95)",
+        "  FAIL  accuracy None (>= 0.3) — the metric is missing; measured: loss",
+    ]
+
+
+def test_the_verdict_as_a_page_keeps_its_table() -> None:
+    page = verdict_markdown(judge([rule(metric="loss"), rule(metric="bad")], {"loss": 0.5, "bad": "a|b\nc"}))
+    lines = page.splitlines()
+    assert lines[0] == "# Gate FAILED"
+    assert lines[4] == "| loss | 0.5 | <= 1 | pass |  |"
+    assert len(lines) == 6 and "a\\|b c" in lines[5] and "**FAIL**" in lines[5]

@@ -1,0 +1,235 @@
+"""The pipeline's command line and what it compiles to."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+import pipeline
+from tailtune.recipe import (
+    PARAMETERS,
+    list_recipes,
+    load_recipe,
+    parse_parameters,
+    with_environment,
+    with_local_overlay,
+    with_overrides,
+)
+
+ROOT = Path(pipeline.__file__).parent
+STEPS = ["resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage", "evaluate-model",
+         "promotion-gate", "condition-branches-1"]  # fmt: skip
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(pipeline.main, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("compiled") / "survival.yaml"
+    pipeline.compile_recipe(load_recipe("survival"), path)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def specification(compiled: str) -> dict[str, Any]:
+    return next(yaml.safe_load_all(compiled))
+
+
+@pytest.fixture
+def compiled_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """compiled/ in a directory that a test may change."""
+    monkeypatch.setattr(pipeline, "ROOT", tmp_path)
+    monkeypatch.setattr(pipeline, "COMPILED", tmp_path / "compiled")
+    return shutil.copytree(ROOT / "compiled", tmp_path / "compiled")
+
+
+# -- compiled files ----------------------------------------------------------------------------------
+
+
+def test_compiling_twice_gives_the_same_bytes(compiled: str, tmp_path: Path) -> None:
+    pipeline.compile_recipe(load_recipe("survival"), tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text(encoding="utf-8") == compiled
+
+
+def test_the_committed_files_are_current() -> None:
+    result = invoke("--check")
+    assert result.exit_code == 0 and result.stdout == ""
+
+
+def test_a_drifted_file_is_shown(compiled_copy: Path) -> None:
+    path = compiled_copy / "survival.yaml"
+    path.write_text(path.read_text().replace("seed: int [Default: 42.0]", "seed: int [Default: 43.0]"))
+    result = invoke("--check")
+    assert result.exit_code == 1
+    assert "--- compiled/survival.yaml" in result.stdout
+    assert "-#    seed: int [Default: 43.0]\n+#    seed: int [Default: 42.0]" in result.stdout
+
+
+def test_a_missing_and_an_orphaned_file_are_shown(compiled_copy: Path) -> None:
+    (compiled_copy / "survival.yaml").rename(compiled_copy / "old.yaml")
+    result = invoke("--check")
+    assert result.exit_code == 1
+    assert "old.yaml: no recipe of this name\n" in result.stdout
+    assert "+++ recompiled" in result.stdout
+
+
+def test_compiling_repairs_a_drift(compiled_copy: Path, compiled: str) -> None:
+    (compiled_copy / "survival.yaml").write_text("")
+    result = invoke()
+    assert result.stdout.splitlines() == [f"compiled/{name}.yaml" for name in list_recipes()]
+    assert (compiled_copy / "survival.yaml").read_text(encoding="utf-8") == compiled
+
+
+def test_nothing_of_the_machine_is_compiled(compiled: str, specification: dict[str, Any]) -> None:
+    """Neither a path of this checkout nor an image that changes under its name."""
+    assert ":latest" not in compiled
+    assert str(ROOT) not in compiled and str(Path.home()) not in compiled
+    assert json.loads(inputs(specification)["recipe"]["defaultValue"])["local"] == {}
+
+
+def inputs(specification: dict[str, Any]) -> dict[str, Any]:
+    return specification["root"]["inputDefinitions"]["parameters"]
+
+
+def test_every_image_is_named_with_a_version(specification: dict[str, Any]) -> None:
+    executors = specification["deploymentSpec"]["executors"].values()
+    assert all(re.search(r":\d+\.\d+", executor["container"]["image"]) for executor in executors)
+
+
+def test_the_tasks_and_the_branch(specification: dict[str, Any]) -> None:
+    tasks = specification["root"]["dag"]["tasks"]
+    assert sorted(tasks) == sorted(STEPS)
+    branches = specification["components"]["comp-condition-branches-1"]["dag"]["tasks"]
+    assert {task["taskInfo"]["name"] for task in branches.values()} == {"passed", "failed"}
+    for task in branches.values():
+        steps = set(specification["components"][task["componentRef"]["name"]]["dag"]["tasks"])
+        passed = task["taskInfo"]["name"] == "passed"
+        assert steps == ({"make-demo"} if passed else {"make-demo-2", "reject-model"})
+        condition = task["triggerPolicy"]["condition"]
+        assert "promotion-gate-Output" in condition and "'pass'" in condition
+        assert condition.startswith("!") != passed
+
+
+def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> None:
+    survival = load_recipe("survival")
+    defaults = {name: inputs(specification)[name]["defaultValue"] for name in PARAMETERS}
+    assert defaults == pipeline.parameter_values(survival)
+    assert inputs(specification)["learning_rate"]["parameterType"] == "NUMBER_DOUBLE"
+    assert inputs(specification)["num_nodes"]["parameterType"] == "NUMBER_INTEGER"
+
+
+def test_compile_time(tmp_path: Path) -> None:
+    """Under 3 s on an idle laptop; a busy machine is given more."""
+    program = (
+        "import sys; from pathlib import Path; import pipeline; from tailtune.recipe import load_recipe\n"
+        "pipeline.compile_recipe(load_recipe('survival'), Path(sys.argv[1]))\n"
+        "print('torch' in sys.modules)"
+    )
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path / "survival.yaml")], cwd=ROOT,
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    seconds = time.monotonic() - start
+    print(f"compiled in {seconds:.1f} s")
+    assert seconds < 10
+    assert result.stdout == "False\n", "compiling needs no torch"
+
+
+# -- the command line --------------------------------------------------------------------------------
+
+
+def test_list() -> None:
+    lines = invoke("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == list_recipes()
+    assert load_recipe("survival").description in lines[list_recipes().index("survival")]
+    assert all(name in lines[-1] for name in PARAMETERS)
+
+
+def dry_run(*arguments: str) -> dict[str, Any]:
+    result = invoke("--dry-run", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == "", "nothing but the JSON"
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("pair", "path", "expected"),
+    [
+        ("epochs=2", "stages.0.trainer.num_train_epochs", 2),
+        ("epochs=0.5", "stages.0.trainer.num_train_epochs", 0.5),
+        ("learning_rate=3e-4", "stages.0.trainer.learning_rate", 0.0003),
+        ("stages.0.trainer.warmup_steps=10", "stages.0.trainer.warmup_steps", 10),
+        ("stages.0.trainer.weight_decay=0.1", "stages.0.trainer.weight_decay", 0.1),
+        ("stages.0.train_head=false", "stages.0.train_head", False),
+        ("data.max_rows=100", "data.max_rows", 100),
+        ("data.sha256=null", "data.sha256", None),
+        ("demo.questions=[How?, Why?]", "demo.questions", ["How?", "Why?"]),
+        ("gate.2.threshold=0.5", "gate.2.threshold", 0.5),
+        ("model_revision=a=b", "model.revision", "a=b"),
+        ("prompt.system=Answer: briefly", "prompt.system", "Answer: briefly"),
+    ],
+)
+def test_dry_run_shows_typed_values(pair: str, path: str, expected: Any) -> None:
+    value: Any = dry_run("-p", pair)["recipe"]
+    for part in path.split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    assert value == expected and type(value) is type(expected)
+
+
+def test_dry_run_shows_parameters_as_the_dashboard_would() -> None:
+    shown = dry_run("-p", "epochs=2", "-p", "resources.num_nodes=3")
+    assert shown["parameters"]["epochs"] == 2.0 and shown["parameters"]["num_nodes"] == 3
+    assert dry_run()["recipe"] == json.loads(load_recipe("survival").to_json())
+
+
+def test_dry_run_with_local_shows_the_overlay() -> None:
+    assert dry_run()["parameters"]["base_model"] == "HuggingFaceTB/SmolLM3-3B"
+    assert dry_run("--local")["parameters"]["base_model"] == "small"
+    assert dry_run("--local", "-p", "base_model=owner/name")["parameters"]["base_model"] == "owner/name"
+
+
+def test_paths_in_parameters_are_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.csv").write_text("")
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    shown = dry_run("-p", "data_source=rows.csv", "-p", "base_model=small")["parameters"]
+    assert shown["data_source"] == str(tmp_path / "rows.csv")
+    assert shown["base_model"] == "small", "the word, not the directory"
+    assert dry_run("-p", "data_source=hf://datasets/a/b")["parameters"]["data_source"] == "hf://datasets/a/b"
+
+
+# -- precedence: recipe < local overlay < -p < environment -------------------------------------------
+
+KEY = "stages.0.trainer.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("local", "parameters", "environment", "expected"),
+    [
+        pytest.param(False, [], {}, 5e-5, id="recipe"),
+        pytest.param(True, [], {}, 1e-3, id="overlay over recipe"),
+        pytest.param(False, ["learning_rate=2e-4"], {}, 2e-4, id="parameter over recipe"),
+        pytest.param(True, ["learning_rate=2e-4"], {}, 2e-4, id="parameter over overlay"),
+        pytest.param(True, [f"{KEY}=2e-4"], {}, 2e-4, id="dotted key over overlay"),
+        pytest.param(True, [f"{KEY}=2e-4", "learning_rate=3e-4"], {}, 3e-4, id="the later parameter"),
+        pytest.param(False, [], {"LEARNING_RATE": "7e-5"}, 7e-5, id="environment over recipe"),
+        pytest.param(True, ["learning_rate=2e-4"], {"LEARNING_RATE": "7e-5"}, 7e-5, id="environment over all"),
+        pytest.param(True, ["learning_rate=2e-4"], {"LEARNING_RATE": ""}, 2e-4, id="empty variable is none"),
+        pytest.param(True, ["learning_rate=2e-4"], {"EPOCHS": "9"}, 2e-4, id="another variable"),
+    ],
+)
+def test_precedence(local: bool, parameters: list[str], environment: dict[str, str], expected: float) -> None:
+    recipe = load_recipe("survival")
+    recipe = with_local_overlay(recipe) if local else recipe
+    recipe = with_environment(with_overrides(recipe, parse_parameters(parameters)), environment)
+    assert recipe.stages[0].trainer["learning_rate"] == expected
