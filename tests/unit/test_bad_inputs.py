@@ -194,8 +194,17 @@ def a_run(tmp: Path, **overrides: Any) -> Run:
                models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
 
 
-def write_run(place: Place) -> None:
-    file("runs/mine/workspace/run.json", a_run(place.tmp).to_json())(place)
+def run_file(text: Callable[[Place], str]) -> Callable[[Place], None]:
+    """A started run below runs/ with this `run.json`."""
+
+    def write(place: Place) -> None:
+        file("runs/mine/workspace/run.json", text(place))(place)
+        file("runs/mine/workspace/pipeline.log", "")(place)
+
+    return write
+
+
+write_run = run_file(lambda place: a_run(place.tmp).to_json())
 
 
 def table(**columns: list[str]) -> Callable[[Place], None]:
@@ -328,8 +337,10 @@ RECIPES: list[Row] = [
     ("prompt uses an unknown column", recipe('user: "{full-question}"', 'user: "{question}"'), 2,
      "prompt.user uses column 'question', which data.columns does not make; it makes ['full-question', 'answer']"),
     ("threshold NaN", recipe("threshold: 0.95", "threshold: .nan"), 2,
-     "gate.0: threshold is nan; give a finite number"),
-    ("threshold infinite", recipe("threshold: 0.95", "threshold: .inf"), 2, "gate.0: threshold is inf; give a finite"),
+     "gate.0.threshold: Input should be a finite number (got nan)"),
+    ("threshold infinite", recipe("threshold: 0.95", "threshold: .inf"), 2, "gate.0.threshold: Input should be a finite"),
+    ("infinite number elsewhere", flag("generation.repetition_penalty=.inf"), 2,
+     "generation.repetition_penalty: Input should be a finite number (got inf)"),
     ("unknown comparison", recipe('"<="', '"=<"'), 2, "gate.0.comparison: Input should be '<', '<=', '>' or '>='"),
     ("no rules", flag("gate=[]"), 2, "gate: List should have at least 1 item"),
     ("SFTConfig knows no such argument", recipe("warmup_steps", "warmup_step"), 2,
@@ -426,11 +437,11 @@ COMMANDS: list[Row] = [
     ("ask a broken model", after(write_run, after(file("runs/mine/models/best_model/config.json", "{"),
                                                   tailtune_command("ask", "hi"))), 1,
      "is not a valid JSON file; give the directory of a Transformers model with its tokenizer"),
-    ("ask a broken run", after(file("runs/a/workspace/run.json", '{"name": 3}'), tailtune_command("ask", "hi")), 1,
-     "error: runs/a/workspace/run.json: this is not the output of the resolve step: name: Input should be a valid "
+    ("ask a broken run", after(run_file(lambda p: '{"name": 3}'), tailtune_command("ask", "hi")), 1,
+     "error: runs/mine/workspace/run.json: this is not the output of the resolve step: name: Input should be a valid "
      "string; run the pipeline again"),
-    ("ask a run that is no JSON", after(file("runs/a/workspace/run.json", "x"), tailtune_command("ask", "hi")), 1,
-     "error: runs/a/workspace/run.json: this is not the output of the resolve step: run: Invalid JSON"),
+    ("ask a run that is no JSON", after(run_file(lambda p: "x"), tailtune_command("ask", "hi")), 1,
+     "error: runs/mine/workspace/run.json: this is not the output of the resolve step: run: Invalid JSON"),
     ("ask an unknown model", tailtune_command("ask", "hi", "--model", "best"), 2, "'best' is not one of 'tuned'"),
     ("evaluate without data", tailtune_command(*EVALUATE, "TMP"), 1,
      "error: TMP holds no data.parquet; give the data/parquet directory of a run"),

@@ -35,6 +35,13 @@ def publish_files(directory: Path, key: dict[str, Any] | None = None, **files: s
     return directory
 
 
+def fail(directory: Path, error: BaseException, *, keep_partial: bool = False) -> None:
+    """A step that raises after its first file."""
+    with publish(directory, {"new": 1}, {}, keep_partial=keep_partial) as partial:
+        (partial / "a").write_text("new")
+        raise error
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -65,18 +72,16 @@ def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("keep_partial", [False, True])
 def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException], keep_partial: bool) -> None:
-    with pytest.raises(error), publish(tmp_path / "out", KEY, {}, keep_partial=keep_partial) as partial:
-        (partial / "a").write_text("x")
-        raise error
+    with pytest.raises(error):
+        fail(tmp_path / "out", error(), keep_partial=keep_partial)
     assert names(tmp_path) == (["out.partial"] if keep_partial else [])
     assert read_manifest(tmp_path / "out") is None
 
 
 def test_an_exception_leaves_the_earlier_result(tmp_path: Path) -> None:
     publish_files(tmp_path / "out", a="old")
-    with pytest.raises(ValueError, match="no"), publish(tmp_path / "out", {"new": 1}, {}) as partial:
-        (partial / "a").write_text("new")
-        raise ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        fail(tmp_path / "out", ValueError("no"))
     assert read_manifest(tmp_path / "out", KEY)
     assert (tmp_path / "out" / "a").read_text() == "old"
     assert names(tmp_path) == ["out"]

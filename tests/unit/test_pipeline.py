@@ -173,10 +173,11 @@ def dry_run(*arguments: str) -> dict[str, Any]:
         ("stages.0.train_head=false", "stages.0.train_head", False),
         ("data.max_rows=100", "data.max_rows", 100),
         ("data.sha256=null", "data.sha256", None),
-        ("demo.questions=[How?, Why?]", "demo.questions", ["How?", "Why?"]),
+        ("demo.questions=['How?', 'Why?']", "demo.questions", ["How?", "Why?"]),
         ("gate.2.threshold=0.5", "gate.2.threshold", 0.5),
         ("model_revision=a=b", "model.revision", "a=b"),
         ("prompt.system=Answer: briefly", "prompt.system", "Answer: briefly"),
+        ("prompt.user={full-question}", "prompt.user", "{full-question}"),
     ],
 )
 def test_dry_run_shows_typed_values(pair: str, path: str, expected: Any) -> None:

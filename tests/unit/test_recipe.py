@@ -53,11 +53,10 @@ def test_recipes_and_components_import_without_torch() -> None:
     assert result.stdout == "[]\n"
 
 
-def test_json_is_canonical_and_complete() -> None:
+def test_json_loses_nothing() -> None:
     text = SURVIVAL.to_json()
     assert parse_recipe(text) == SURVIVAL
     assert parse_recipe(text).to_json() == text
-    assert list(json.loads(text)) == sorted(json.loads(text))
 
 
 def test_a_recipe_is_frozen() -> None:
@@ -81,7 +80,8 @@ def test_a_recipe_is_frozen() -> None:
         ("'2'", "2"),
         ("text", "text"),
         ("a: b: c", "a: b: c"),
-        ("{question}", {"question": None}),
+        ("{question}", "{question}"),
+        ("Answer: briefly", "Answer: briefly"),
         ("hf://datasets/a/b@main/c.csv", "hf://datasets/a/b@main/c.csv"),
         ("1.2.3", "1.2.3"),
         ("e5", "e5"),
