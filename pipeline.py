@@ -29,6 +29,7 @@ from tailtune.recipe import (
     list_recipes,
     load_recipe,
     parse_parameters,
+    with_environment,
     with_local_overlay,
     with_overrides,
 )
@@ -74,9 +75,10 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
         recipe: str = recipe.to_json(),
     ) -> None:
         run = resolve_recipe(
-            recipe=recipe, run_name=run_name, job_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER, base_model=base_model, model_revision=model_revision,
-            data_source=data_source, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
-            num_nodes=num_nodes, ranks_per_node=ranks_per_node, seed=seed, data_dir=data_dir,
+            recipe=recipe, run_name=run_name, job_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+            base_model=base_model, model_revision=model_revision, data_source=data_source,
+            epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node, seed=seed, data_dir=data_dir,
             models_dir=models_dir, workspace_dir=workspace_dir, local=local,
         ).output  # fmt: skip
         raw = fetch_dataset(run=run)
@@ -271,6 +273,7 @@ def main(
             recipe = load_recipe(recipe_name or "survival")
             recipe = with_local_overlay(recipe) if local_run else recipe
             recipe = with_overrides(recipe, _local_parameters(parse_parameters(parameters)))
+            recipe = with_environment(recipe, os.environ) if local_run else recipe
             if dry_run:
                 _print_resolved(recipe)
                 return

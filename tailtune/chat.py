@@ -71,7 +71,7 @@ def answer(chat: ChatModel, prompt: Prompt, questions: list[str], generation: Ge
 def stream_answer(chat: ChatModel, prompt: Prompt, question: str, generation: Generation) -> None:
     """Print one answer to stdout, word by word."""
     ids = torch.tensor([encode_question(chat.tokenizer, prompt, question)], device=chat.model.device)
-    streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+    streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)
     chat.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

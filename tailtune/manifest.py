@@ -30,10 +30,10 @@ def sha256_json(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value, or None when there is no file or no whole JSON in it."""
+    """A JSON file's value, or None when there is no file or no whole JSON text in it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
         return None
 
 

@@ -82,7 +82,5 @@ def encode_row(
     """Token ids of a row's prompt and of its answer with the end mark, as the trainer sees them."""
     example = training_example(prompt, row)
     question = encode_question(tokenizer, prompt, row_question(prompt, row))
-    whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)[
-        "input_ids"
-    ]
+    whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)["input_ids"]
     return question, list(whole[len(question) :])

@@ -7,6 +7,7 @@ model that knows words and not mere noise. Validation rows are never seen.
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -83,7 +84,7 @@ def _train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> torch.nn.Module:
+def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     if small.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers; "
                         "use for example smollm3, llama or gpt_neox")  # fmt: skip
@@ -104,7 +105,7 @@ def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _pretrain(model, tokenizer, texts: list[str], small: SmallModel) -> None:  # type: ignore[no-untyped-def]
+def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], small: SmallModel) -> None:
     """Causal-LM steps over the texts, joined by end-of-text and cut into chunks; cosine schedule."""
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, end]]

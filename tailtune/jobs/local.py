@@ -76,8 +76,9 @@ def run_job(job: Job) -> None:
         if stopped:
             raise JobFailed(f"job '{job.name}' was stopped by a signal; run again to resume from its checkpoint")
         if status != 0:
-            raise JobFailed(f"job '{job.name}' failed: {first_failure(chr(10).join(last_lines), error_file, status)}; its last lines:\n"
-                            + "\n".join(f"    {line}" for line in last_lines))  # fmt: skip
+            output = "\n".join(f"    {line}" for line in last_lines)
+            reason = first_failure(output, error_file, status)
+            raise JobFailed(f"job '{job.name}' failed: {reason}; its last lines:\n{output}")
 
 
 def first_failure(output: str, error_file: Path, status: int) -> str:

@@ -47,23 +47,16 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
             name=f"{recipe.name}-{stage.name}",
             module="tailtune.train",
             args=(
-                "--recipe",
-                str(run.models_dir / "recipe.json"),
-                "--stage",
-                stage.name,
-                "--data-dir",
-                str(data_dir),
-                "--model-dir",
-                str(model_dir),
-                "--output-dir",
-                str(run.models_dir),
-                "--key",
-                json.dumps(key),
+                "--recipe", str(run.models_dir / "recipe.json"),
+                "--stage", stage.name,
+                "--model-dir", str(model_dir),
+                "--key", json.dumps(key),
             ),
             num_nodes=resources.num_nodes,
             ranks_per_node=resources.ranks_per_node,
             max_restarts=resources.max_restarts,
             shutdown_seconds=resources.shutdown_seconds,
+            environment={"DATA_DIR": str(data_dir), "OUTPUT_DIR": str(run.models_dir)},
         )
     )  # fmt: skip
     return run.best_model_dir

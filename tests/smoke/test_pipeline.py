@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-
 from conftest import TINY, write_rows
+
 from tailtune.recipe import load_recipe
 from tailtune.split import split_rows
 

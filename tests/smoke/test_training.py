@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -69,7 +69,7 @@ def fingerprint(root: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str]]:
+def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     from conftest import tiny_recipe
 
     root = tmp_path_factory.mktemp("undisturbed")
@@ -77,7 +77,7 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
               models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
     process = launch(run, prepared, root / "log")
     assert process.wait(timeout=300) == 0, (root / "log").read_text()
-    yield run, (root / "log").read_text()
+    return run, (root / "log").read_text()
 
 
 def test_all_artefacts_are_written(undisturbed: tuple[Run, str], prepared: Path) -> None:
@@ -136,7 +136,7 @@ def test_other_settings_do_not_resume_from_these_checkpoints(undisturbed: tuple[
 
     run, _ = undisturbed
     other = run.model_copy(update={"recipe": tiny_recipe(**LONG, seed=7)})
-    with pytest.raises(UserError, match="made with other settings .*seed.*choose another --run-name"):
+    with pytest.raises(UserError, match=r"made with other settings .*seed.*choose another --run-name"):
         train_stage(other, prepared / "data", prepared / "base")
 
 

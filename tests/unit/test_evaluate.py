@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-
 from conftest import tiny_recipe
+
 from tailtune.chat import answer, load_chat_model
 from tailtune.evaluate import evaluate_models, score_answers, score_texts, unigram_loss
 from tailtune.prompt import encode_row

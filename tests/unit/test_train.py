@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import tiny_recipe
 from tailtune.errors import UserError
 from tailtune.recipe import Hardware
 from tailtune.train import hardware
@@ -17,7 +17,8 @@ from tailtune.train.hardware import choose, find_profile, largest_divisor
 from tailtune.train.model import decoder_layers, export_model, prepare_tail
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
-         "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+         "num_attention_heads": 2, "num_key_value_heads": 2,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
 
 def new_model(model_type: str, **overrides: object) -> torch.nn.Module:
