@@ -61,7 +61,7 @@ def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]
     verdict = judge(recipe.gate, metrics if isinstance(metrics, dict) else {})
     write_json(output, verdict)
     for line in verdict_lines(verdict):
-        log.info("gate: %s", line)
+        log.info("gate: %s", line.removeprefix("gate "))
     return verdict
 
 

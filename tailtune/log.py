@@ -40,4 +40,5 @@ def step(name: str) -> Iterator[None]:
     except UserError as error:
         log.error("%s: error: %s", name, error)
         raise SystemExit(1) from None
-    log.info("%s: done in %.1f s", name, time.monotonic() - start)
+    if (seconds := time.monotonic() - start) >= 1:
+        log.info("%s: done in %.1f s", name, seconds)

@@ -37,7 +37,7 @@ SET_BY_TAILTUNE = {
 POSITIVE = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
             "max_length", "per_device_eval_batch_size", "eval_steps", "save_steps", "logging_steps")  # fmt: skip
 NUM_EVALUATIONS = 10  # evaluations and checkpoints of a run, whatever its length
-NUM_LOG_LINES = 40
+NUM_LOG_LINES = 20
 
 
 def check_trainer_arguments(recipe: Recipe) -> None:
