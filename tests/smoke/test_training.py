@@ -219,3 +219,21 @@ def test_a_save_of_40_seconds_survives_sigterm(prepared: Path, make_run: Callabl
     assert time.monotonic() - start >= 40
     step = int(log.read_text().split("stopped at step ")[1].split()[0])
     assert is_complete(run.models_dir / "checkpoints" / f"checkpoint-{step}")
+
+
+def test_bf16_trains_on_fp32_master_weights_and_saves_bf16(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """The precision of the GPU profiles, on the CPU: frozen bf16 layers below an fp32 tail, under autocast."""
+    run = make_run("bf16", **{"hardware.precision": "bf16", "resources.ranks_per_node": 1, "stages.0.loss": "all"})
+    process = launch(run, prepared, tmp_path / "log")
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    summary = json.loads((run.models_dir / "training_summary.json").read_text())
+    assert summary["hardware"]["precision"] == "bf16"
+    assert {tensor.dtype for tensor in weights(run).values()} == {torch.bfloat16}
+    history = json.loads((run.models_dir / "training_history.json").read_text())
+    assert history["eval"][-1]["eval_loss"] < history["eval"][0]["eval_loss"]
+    newest = max((run.models_dir / "checkpoints").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    held = load_file(newest / "model.safetensors")
+    assert held["lm_head.weight"].dtype == torch.float32
+    assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
