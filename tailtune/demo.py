@@ -88,6 +88,8 @@ def collect_data_facts(run: Run) -> dict[str, Any]:
                   "source_sha256": raw["facts"]["sha256"]}  # fmt: skip
     if parquet:
         facts |= parquet["facts"]
+        file = parquet["files"]["data.parquet"]
+        facts |= {"parquet_bytes": file["bytes"], "content_sha256": file["sha256"]}
         by = run.recipe.data.split_by
         table = pq.read_table(run.parquet_dir / "data.parquet")
         for side, rows in zip(("train", "validation"), split_rows(

@@ -46,7 +46,8 @@ class ReportData:
 class Metric(NamedTuple):
     label: str
     unit: str
-    lower_is_better: bool
+    lower_is_better: bool | None
+    """None: neither is better."""
     is_share: bool = False
 
 
@@ -57,7 +58,7 @@ METRICS: dict[str, Metric] = {
     "token_accuracy": Metric("Token accuracy", "next token right", lower_is_better=False, is_share=True),
     "rouge_l": Metric("ROUGE-L", "0 to 1", lower_is_better=False),
     "chrf": Metric("chrF", "0 to 100", lower_is_better=False),
-    "tokens_per_second": Metric("Generation speed", "tokens/s", lower_is_better=False),
+    "tokens_per_second": Metric("Generation speed", "tokens/s, depends on the answers' length", lower_is_better=None),
 }
 """Metric without its `base_` or `tuned_` → how it is shown."""
 
@@ -231,6 +232,7 @@ def _metric_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
                 change = _percent((tuned - base) / abs(base or math.nan), 2, signed=True)
             won = (tuned < base) == metric.lower_is_better
             mark = "unchanged" if tuned == base else "better" if won else "worse"
+            mark = None if metric.lower_is_better is None else mark
         row = {"metric": metric, "base": show(base), "tuned": show(tuned), "change": change, "mark": mark}
         rows.append(row)
     return rows

@@ -330,7 +330,7 @@ class Page(HTMLParser):
         "0.656 is at most 0.95",
         "43.1 11.8 −73 % ▲ better",
         "31.2 % 47.1 % +15.9 points ▲ better",
-        "212 211 −0.66 % ▼ worse",
+        "212 211 −0.66 %",
         "Answer loss, word-frequency floor 6.17",
         "Rows 2,845 Rejected rows 3 Duplicate rows 214",
         "1.75 MiB",
@@ -347,6 +347,15 @@ class Page(HTMLParser):
 )
 def test_contents(expected: str) -> None:
     assert expected in Page(render_report(report_data())).text
+
+
+def test_a_worse_metric_says_so_and_speed_is_not_judged() -> None:
+    data = report_data()
+    metrics = {**data.evaluation["metrics"], "tuned_rouge_l": 0.1, "tuned_tokens_per_second": 1.0}
+    worse = dataclasses.replace(data, evaluation={**data.evaluation, "metrics": metrics})
+    text = Page(render_report(worse)).text
+    assert "0.142 0.100 −30 % ▼ worse" in text
+    assert text.count("▼ worse") == 1
 
 
 def test_answers_keep_their_lines() -> None:
