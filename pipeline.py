@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from tailtune.errors import UserError
+from tailtune.jobs.local import share_cores
 from tailtune.recipe import (
     PARAMETERS,
     Recipe,
@@ -255,6 +256,7 @@ def main(
     list_them: bool,
 ) -> None:
     """Compile the recipes into compiled/ (no arguments), or run one on this machine (--local)."""
+    share_cores()
     runs = local_run or dry_run
     if sum((local_run and not dry_run, dry_run, check, list_them)) > 1:
         raise click.UsageError("give one of --local, --dry-run, --check, --list (--dry-run may join --local)")

@@ -11,6 +11,7 @@ import click
 
 from tailtune import __version__
 from tailtune.errors import UserError
+from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.manifest import read_json
 from tailtune.recipe import Recipe, load_recipe, parse_parameters, with_overrides
@@ -38,6 +39,7 @@ def _one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
 @click.version_option(__version__, prog_name="tailtune")
 def main() -> None:
     """Ask a tuned model, evaluate one, judge an evaluation. Pipelines run with `python pipeline.py`."""
+    share_cores()
 
 
 @main.command()

@@ -12,6 +12,8 @@ from tailtune.recipe import Recipe, load_recipe, with_overrides
 from tailtune.run import Run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 TINY: dict[str, Any] = {

@@ -21,6 +21,15 @@ USER_ERROR = f"{MARK}train: error: "
 STOPPED = 143  # a rank that saved its checkpoint after a signal (tailtune.train.sft)
 
 
+def share_cores() -> None:
+    """Make waiting OpenMP threads sleep. Call it before torch is imported.
+
+    By default they spin, and when another program holds one of the cores a step of a small model
+    takes five times as long (BENCHMARKS.md, "Busy cores").
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def command(job: Job) -> list[str]:
     """The torchrun command line of a job."""
     return [
