@@ -9,12 +9,11 @@ import difflib
 import fcntl
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -23,8 +22,9 @@ from typing import Any
 import click
 
 from tailtune.errors import UserError
-from tailtune.jobs.local import share_cores
+from tailtune.jobs.local import count_gpus, share_cores
 from tailtune.recipe import (
+    ENVIRONMENT,
     PARAMETERS,
     Recipe,
     list_recipes,
@@ -34,6 +34,7 @@ from tailtune.recipe import (
     with_local_overlay,
     with_overrides,
 )
+from tailtune.run import RUN_NAME, Run
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
@@ -42,7 +43,10 @@ DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{
 
 
 def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
-    """The KFP pipeline of a recipe; its parameters default to the recipe's values."""
+    """The KFP pipeline of a recipe; its parameters default to the recipe's values.
+
+    KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
+    """
     from kfp import dsl
 
     from components.evaluate_model import evaluate_model
@@ -75,13 +79,14 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
         local: bool = False,
         recipe: str = recipe.to_json(),
     ) -> None:
-        run = resolve_recipe(
-            recipe=recipe, run_name=run_name, job_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+        resolved = resolve_recipe(
+            recipe=recipe, run_name=run_name, job_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
             base_model=base_model, model_revision=model_revision, data_source=data_source,
             epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
             ranks_per_node=ranks_per_node, seed=seed, data_dir=data_dir,
             models_dir=models_dir, workspace_dir=workspace_dir, local=local,
-        ).output  # fmt: skip
+        )  # fmt: skip
+        run = resolved.output
         raw = fetch_dataset(run=run)
         data = write_parquet(run=run, source=raw.output)
         base = fetch_model(run=run, data_dir=data.outputs["Output"])
@@ -95,10 +100,12 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
         gate = promotion_gate(run=run, evaluation=evaluation.outputs["Output"])
         models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
         with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
-            make_demo(run=run, **models)
+            demo = make_demo(run=run, **models)
         with dsl.Else(name="failed"):
             report = make_demo(run=run, **models)
-            reject_model(run=run, report=report.outputs["Output"])
+            rejection = reject_model(run=run, report=report.outputs["Output"])
+        for task in (resolved, raw, data, base, tuned, evaluation, gate, demo, report, rejection):
+            task.set_caching_options(False)
 
     return pipeline
 
@@ -161,9 +168,9 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
 
     directory = Path("runs").resolve() / run_name
     log_path = directory / "workspace" / "pipeline.log"
-    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop():
+    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop() as stopped:
         click.echo(f"{recipe.name} in {_relative(directory)}; all output in {_relative(log_path)}", err=True)
-        error: Exception | None = None
+        error: BaseException | None = None
         with quiet(log_path) as shown:
             local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
             try:
@@ -174,14 +181,15 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
                     local=True,
                     recipe=recipe.to_json(),
                 )
-            except RuntimeError as failure:  # KFP's own text names only the task
+            except (RuntimeError, KeyboardInterrupt) as failure:  # KFP's own text names only the task
                 error = failure
         if error:
-            reason = shown[0] if shown else f"{error}; see {_relative(log_path)}"
-            click.echo(f"failed: {reason}", err=True)
-    report = directory / "report.html"
-    if report.is_file():
-        click.echo(f"report: {_relative(report)}", err=True)
+            again = f"run again with --run-name {run_name} to go on"
+            reason = shown[0] if shown else f"a step ended without a word; see {_relative(log_path)}"
+            click.echo(f"stopped by a signal; {again}" if stopped else f"failed: {reason}", err=True)
+    judged = any(line.startswith("gate: ") for line in shown)  # the report of a rejected model is this run's too
+    if error is None or (judged and not stopped):
+        click.echo(f"report: {_relative(directory / 'report.html')}", err=True)
     return error is None
 
 
@@ -204,21 +212,50 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _forward_stop() -> Iterator[None]:
-    """SIGTERM and SIGINT reach the steps' processes, which save what they have; then the run ends as failed."""
+def _forward_stop() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT reach the steps' processes, which save what they have; yields those received."""
     import psutil
 
+    received: list[int] = []
+
     def forward(number: int, frame: FrameType | None) -> None:
-        for child in psutil.Process().children(recursive=True):
-            if child.name() != "sh":  # KFP's shell around a step: its death would orphan the step
-                child.send_signal(signal.SIGTERM)
+        received.append(number)
+        steps = psutil.Process().children(recursive=True)
+        for child in steps:
+            with suppress(psutil.NoSuchProcess):
+                if child.name() != "sh":  # KFP's shell around a step: its death would orphan the step
+                    child.send_signal(signal.SIGTERM)
+        if not steps:
+            raise KeyboardInterrupt  # between two steps nobody else would stop
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _local_recipe(recipe_name: str | None, run_name: str | None, given: dict[str, Any]) -> Recipe:
+    """The recipe of a local run: of the run that is continued, or the one that is named."""
+    stored = Path("runs") / (run_name or ".") / "workspace" / "run.json"
+    if recipe_name is None and run_name and stored.is_file():
+        recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
+        click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
+    else:
+        recipe = with_local_overlay(load_recipe(recipe_name or "survival"))
+    recipe = with_overrides(recipe, given)
+    for variable in sorted(name for name in ENVIRONMENT if os.environ.get(name)):
+        click.echo(f"{variable}={os.environ[variable]} in the environment overrides {ENVIRONMENT[variable]}", err=True)
+    recipe = with_environment(recipe, os.environ)
+    num_gpus, num_ranks = count_gpus(), recipe.resources.ranks_per_node
+    if 0 < num_gpus < num_ranks:
+        click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
+        recipe = with_overrides(recipe, {"ranks_per_node": num_gpus})
+    source = recipe.data.source
+    if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
+        raise UserError(f"data source {source} is no file; give -p data_source= a file's path, an address, or embedded")
+    return recipe
 
 
 def _relative(path: Path) -> str:
@@ -272,15 +309,16 @@ def main(
         elif check:
             sys.exit(0 if check_compiled() else 1)
         elif runs:
-            recipe = load_recipe(recipe_name or "survival")
-            recipe = with_local_overlay(recipe) if local_run else recipe
-            recipe = with_overrides(recipe, _local_parameters(parse_parameters(parameters)))
-            recipe = with_environment(recipe, os.environ) if local_run else recipe
+            given = _local_parameters(parse_parameters(parameters))
+            if local_run:
+                recipe = _local_recipe(recipe_name, run_name, given)
+            else:
+                recipe = with_overrides(load_recipe(recipe_name or "survival"), given)
             if dry_run:
                 _print_resolved(recipe)
                 return
             name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
-            if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+            if not RUN_NAME.fullmatch(name):
                 raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
                                 "and no '-' or '.' in front")  # fmt: skip
             succeeded = run_local(recipe, name)

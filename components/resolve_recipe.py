@@ -9,7 +9,7 @@ from components import images
 def resolve_recipe(
     recipe: str,
     run_name: str,
-    job_name: str,
+    job_id: str,
     base_model: str,
     model_revision: str,
     data_source: str,
@@ -34,6 +34,4 @@ def resolve_recipe(
             batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
             ranks_per_node=ranks_per_node, seed=seed,
         )  # fmt: skip
-        return resolve_run(
-            recipe, overrides, run_name or job_name, data_dir, models_dir, workspace_dir, local
-        ).to_json()
+        return resolve_run(recipe, overrides, run_name or job_id, data_dir, models_dir, workspace_dir, local).to_json()

@@ -9,6 +9,7 @@ from components import images
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def train_stage(run: str, data_dir: str, base_model_dir: str, summary: Output[Metrics]) -> str:
     """Return the directory of the best model."""
+    import math
     from pathlib import Path
 
     from tailtune.jobs.training import train_stage
@@ -20,6 +21,6 @@ def train_stage(run: str, data_dir: str, base_model_dir: str, summary: Output[Me
         this = Run.from_json(run)
         best_model_dir = train_stage(this, Path(data_dir), Path(base_model_dir))
         for name, value in read_json(this.models_dir / "training_summary.json").items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and math.isfinite(value):
                 summary.log_metric(name, value)
         return str(best_model_dir)

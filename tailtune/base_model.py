@@ -45,7 +45,7 @@ def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
     manifest = read_manifest(directory)
     facts = manifest["facts"] if manifest else {}
     small = recipe.model.base_model == "small"
-    kind = "small" if small else "directory" if Path(recipe.model.base_model).is_dir() else "hub"
+    kind = "small" if small else "directory" if Path(recipe.model.base_model).expanduser().is_dir() else "hub"
     described = {"name": recipe.model.base_model, "kind": kind, "note": str(facts.get("note", ""))}
     if small and recipe.model.small:
         described["name"] = f"small {recipe.model.small.model_type}"

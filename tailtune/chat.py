@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TextStreamer,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from tailtune.errors import UserError
 from tailtune.prompt import encode_question, freeze_chat_template
@@ -28,6 +29,7 @@ class ChatModel:
 
 def load_chat_model(directory: Path) -> ChatModel:
     """Load a model for inference: on the GPU where there is one, in its saved precision."""
+    disable_progress_bar()  # a bar per shard would stand above every answer
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
@@ -37,7 +39,9 @@ def load_chat_model(directory: Path) -> ChatModel:
     freeze_chat_template(tokenizer)
     tokenizer.padding_side = "left"
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends]) - {None}  # some models end a turn with another token
+    model.generation_config.eos_token_id = sorted({*ends, tokenizer.eos_token_id})
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return ChatModel(model, tokenizer)
 

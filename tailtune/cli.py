@@ -45,7 +45,9 @@ def main() -> None:
 @main.command()
 @click.argument("question")
 @click.option("--model", "which", type=click.Choice(["tuned", "base", "both"]), default="tuned", show_default=True)
-@click.option("--run", "run_dir", type=DIRECTORY, help="Directory of the run; the newest one below runs/ by default.")
+@click.option(
+    "--run", "run_dir", type=DIRECTORY, help="The run, by name or directory; the newest one below runs/ by default."
+)
 @_one_line_errors
 def ask(question: str, which: str, run_dir: Path | None) -> None:
     """Ask one QUESTION, with the system prompt and the settings that the model was trained with."""
@@ -59,6 +61,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
             raise UserError(f"the {name} model of run '{run.name}' is not at {models[name]}; finish the run first")
     from tailtune.chat import load_chat_model, stream_answer
 
+    click.echo(f"run {run.name}", err=True)
     for name in chosen:
         if which == "both":
             click.secho(f"{name}:", bold=True)
@@ -67,22 +70,24 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
 
 @main.command()
 @click.argument("model", type=DIRECTORY)
+@click.option("--base", type=DIRECTORY, help="The untuned model, to compare with.")
 @click.option("--recipe", required=True, help="A built-in recipe's name, or a file.")
 @click.option("--data-dir", type=DIRECTORY, required=True, help="Directory with data.parquet, of the parquet step.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
 @_one_line_errors
-def evaluate(model: Path, recipe: str, data_dir: Path, parameters: tuple[str, ...]) -> None:
-    """Evaluate one MODEL directory on the validation rows; prints JSON."""
+def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parameters: tuple[str, ...]) -> None:
+    """Evaluate a MODEL directory on the validation rows; prints JSON that `tailtune gate` reads."""
     resolved = _recipe(recipe, parameters)
     if not (data_dir / "data.parquet").is_file():
         raise UserError(f"{data_dir} holds no data.parquet; give the data/parquet directory of a run")
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} holds no config.json; give the directory of a Transformers model")
+    models = {"tuned": model} if base is None else {"base": base, "tuned": model}
+    for directory in models.values():
+        if not (directory / "config.json").is_file():
+            raise UserError(f"{directory} holds no config.json; give the directory of a Transformers model")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tailtune.evaluate import evaluate_model
-    from tailtune.split import split_rows
+    from tailtune.evaluate import compare_models
 
     try:
         table = pq.read_table(data_dir / "data.parquet")
@@ -92,9 +97,7 @@ def evaluate(model: Path, recipe: str, data_dir: Path, parameters: tuple[str, ..
     if missing := [name for name in resolved.data.columns if name not in table.column_names]:
         raise UserError(f"{data_dir / 'data.parquet'} has no column '{missing[0]}', it has "
                         f"{', '.join(table.column_names)}; give the data of a run of this recipe")  # fmt: skip
-    rows = split_rows(table, resolved.data.split_by, resolved.data.validation_share, resolved.seed)
-    result = evaluate_model(resolved, model, *rows)
-    click.echo(json.dumps({"num_rows": rows[1].num_rows, **result}, indent=2, ensure_ascii=False))
+    click.echo(json.dumps(compare_models(resolved, table, models), indent=2, ensure_ascii=False))
 
 
 @main.command()
@@ -131,9 +134,13 @@ def _load_run(directory: Path | None) -> Run:
             raise UserError("there is no run below runs/; start one with `make demo`, or give --run DIRECTORY")
         path = max(found, key=lambda p: (p.parent / "pipeline.log").stat().st_mtime)
     else:
-        path = directory / "workspace" / "run.json"
-        if not path.is_file():
-            path = directory / "run.json"  # a workspace directory on a volume
+        # a run's directory, a workspace directory on a volume, or the name of a run
+        places = [
+            directory / "workspace" / "run.json",
+            directory / "run.json",
+            "runs" / directory / "workspace/run.json",
+        ]
+        path = next((place for place in places if place.is_file()), places[0])
         if not path.is_file():
             raise UserError(f"{directory} holds no run; give a directory below runs/")
     try:
@@ -144,5 +151,5 @@ def _load_run(directory: Path | None) -> Run:
 
 def _base_model_dir(run: Run) -> Path:
     """Where the run's base model lies: its own copy, or the directory that was named."""
-    named = Path(run.recipe.model.base_model)
+    named = Path(run.recipe.model.base_model).expanduser()
     return named if named.is_dir() else run.base_model_dir

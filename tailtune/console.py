@@ -20,7 +20,7 @@ PROGRESS = re.compile(r"step \d+/\d+ ")
 
 @contextmanager
 def quiet(log_path: Path) -> Iterator[list[str]]:
-    """Send the process's output to `log_path`; yield the list of error lines shown so far."""
+    """Send the process's output to `log_path`; yield the list of the steps' errors, which are not shown."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     errors: list[str] = []
     sys.stdout.flush()
@@ -59,8 +59,11 @@ def _pass_on(reader: int, terminal: int, log_path: Path, errors: list[str]) -> N
             if not mark:
                 continue
             text = text.rstrip("\n")
-            if ": error: " in text and text not in errors:
-                errors.append(text)
+            if ": error: " in text:
+                step, _, message = text.partition(": error: ")
+                if f"{step}: {message}" not in errors:
+                    errors.append(f"{step}: {message}")
+                continue
             progress = live and bool(PROGRESS.search(text)) and "eval_loss" not in text
             start = "\r\x1b[K" if over_written else ""
             os.write(terminal, f"{start}{text}{'' if progress else chr(10)}".encode())

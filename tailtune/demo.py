@@ -8,7 +8,15 @@ import pyarrow.parquet as pq
 from tailtune.base_model import describe_base_model
 from tailtune.chat import answer, load_chat_model
 from tailtune.log import log
-from tailtune.manifest import directory_identity, publish, read_json, read_manifest, write_json, write_text
+from tailtune.manifest import (
+    RESULTS_VERSION,
+    directory_identity,
+    publish,
+    read_json,
+    read_manifest,
+    write_json,
+    write_text,
+)
 from tailtune.recipe import Recipe
 from tailtune.report import ReportData, render_report
 from tailtune.run import Run
@@ -26,6 +34,7 @@ def make_demo(run: Run, base: Path, tuned: Path) -> Path:
 def answer_questions(recipe: Recipe, base: Path, tuned: Path, directory: Path) -> dict[str, Any]:
     """`demo_outputs/`: `answers.json` and `answers.md`. A complete directory is left untouched."""
     key = {
+        "version": RESULTS_VERSION,
         "models": [directory_identity(base), directory_identity(tuned)],
         "recipe": recipe.model_dump(mode="json", include={"demo", "generation", "prompt"}),
     }
@@ -62,14 +71,14 @@ def collect_report(run: Run, base: Path, demo: dict[str, Any]) -> ReportData:
     """Everything that the steps wrote, as the report wants it. What a step did not write stays empty."""
     summary = read_json(run.models_dir / "training_summary.json") or {}
     summary["base_model"] = describe_base_model(run.recipe, base)
-    summary["local_overlay"] = sorted(run.recipe.local) if run.local else []
+    summary["local_overlay"] = [f"{key} = {value}" for key, value in sorted(run.recipe.local.items()) if run.local]
     data = collect_data_facts(run)
     summary.setdefault("provenance", {}).update(
         base_model_revision=summary["base_model"].get("revision"), data_revision=data.get("revision")
     )
     return ReportData(
         run_name=run.name,
-        recipe=run.recipe.model_dump(mode="json"),
+        recipe=run.recipe.public_dump(),
         data=data,
         summary=summary,
         history=read_json(run.models_dir / "training_history.json") or {},

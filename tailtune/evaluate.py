@@ -17,7 +17,7 @@ from sacrebleu.metrics import CHRF
 
 from tailtune.chat import ChatModel, answer, load_chat_model
 from tailtune.log import log
-from tailtune.manifest import directory_identity, read_json, sha256_json, write_json
+from tailtune.manifest import RESULTS_VERSION, directory_identity, read_json, sha256_file, sha256_json, write_json
 from tailtune.prompt import encode_row, row_answer, row_question
 from tailtune.recipe import Prompt, Recipe
 from tailtune.split import split_rows
@@ -30,35 +30,51 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
 
     Returns the written document; one with the same key is left untouched.
     """
-    train, validation = split_rows(pq.read_table(data), recipe.data.split_by, recipe.data.validation_share, recipe.seed)
     key = sha256_json({
         "recipe": recipe.model_dump(mode="json", include={"prompt", "generation", "evaluation", "seed", "data"}),
+        "version": RESULTS_VERSION,
         "models": [directory_identity(base), directory_identity(tuned)],
-        "rows": [train.num_rows, validation.num_rows],
+        "data": sha256_file(data),
     })  # fmt: skip
     if (done := read_json(output)) and done.get("key") == key:
         log.info("evaluate: %s is complete", output.name)
-        return done
-    results = {
-        name: evaluate_model(recipe, path, train, validation) for name, path in (("base", base), ("tuned", tuned))
-    }
+        return dict(done)
+    table = pq.read_table(data)
+    document = {"key": key, **compare_models(recipe, table, {"base": base, "tuned": tuned})}
+    write_json(output, document)
+    metrics = document["metrics"]
+    log.info("evaluate: answer loss %.4f, base %.4f, unigram floor %.4f (nats per token, %d validation rows)",
+             metrics["tuned_answer_loss"], metrics["base_answer_loss"], metrics["unigram_answer_loss"],
+             document["num_rows"])  # fmt: skip
+    return document
+
+
+def compare_models(recipe: Recipe, table: pa.Table, models: dict[str, Path]) -> dict[str, Any]:
+    """Evaluate `tuned`, and `base` where it is given, on the validation rows of `table`.
+
+    Metrics carry the model's name in front; `unigram_answer_loss` is that of the tuned tokenizer.
+    """
+    train, validation = split_rows(table, recipe.data.split_by, recipe.data.validation_share, recipe.seed)
+    results = {name: evaluate_model(recipe, path, train, validation) for name, path in models.items()}
     metrics = {f"{name}_{metric}": value for name, r in results.items() for metric, value in r["metrics"].items()}
     metrics["unigram_answer_loss"] = results["tuned"]["unigram_answer_loss"]
-    metrics["answer_loss_vs_base"] = metrics["tuned_answer_loss"] / metrics["base_answer_loss"]
     metrics["answer_loss_vs_unigram"] = metrics["tuned_answer_loss"] / metrics["unigram_answer_loss"]
-    pairs = zip(results["base"]["examples"], results["tuned"]["examples"], strict=True)
-    document = {
-        "key": key,
+    if "base" in models:
+        metrics["answer_loss_vs_base"] = metrics["tuned_answer_loss"] / metrics["base_answer_loss"]
+    answers = zip(*(r["examples"] for r in results.values()), strict=True)
+    return {
         "num_rows": validation.num_rows,
         "num_generated": results["tuned"]["num_generated"],
         "metrics": metrics,
-        "examples": [{**b, "base": b["answer"], "tuned": t["answer"]} for b, t in pairs],
+        "examples": [
+            {
+                "question": row[0]["question"],
+                "reference": row[0]["reference"],
+                **{name: example["answer"] for name, example in zip(results, row, strict=True)},
+            }
+            for row in answers
+        ],
     }
-    write_json(output, document)
-    log.info("evaluate: answer loss %.4f, base %.4f, unigram floor %.4f (nats per token, %d validation rows)",
-             metrics["tuned_answer_loss"], metrics["base_answer_loss"], metrics["unigram_answer_loss"],
-             validation.num_rows)  # fmt: skip
-    return document
 
 
 def evaluate_model(recipe: Recipe, directory: Path, train: pa.Table, validation: pa.Table) -> dict[str, Any]:

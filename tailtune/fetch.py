@@ -24,6 +24,7 @@ from tailtune import transfer
 from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import MANIFEST, read_manifest, sha256_file, sha256_json
+from tailtune.recipe import without_secrets
 from tailtune.transfer import STATE, Body, Origin
 
 TIMEOUT_SECONDS = 60.0
@@ -64,7 +65,7 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None) ->
     or `embedded`, the file in the image. A branch is resolved once: the commit is recorded and kept.
     `sha256` is the expected content. Raises UserError.
     """
-    shown = _without_secrets(source)
+    shown = without_secrets(source)
     local = _local_file(source)
     # The digest tells addresses apart whose query, often a signature, must not be written down.
     key: dict[str, Any] = {"source": shown, "source_sha256": sha256_json(source), "sha256": sha256}
@@ -184,7 +185,7 @@ def _origin(source: str | Path) -> Origin:
         return Origin(_file_name(path), bind(_open_s3, path, _s3_arguments()))
     if scheme == "hf":
         return _hub_origin(source, _hub_endpoint())
-    raise UserError(f"data source {_without_secrets(source)}: '{scheme}://' is not supported; use "
+    raise UserError(f"data source {without_secrets(source)}: '{scheme}://' is not supported; use "
                     "hf://datasets/…, https://, s3://, a path or 'embedded'")  # fmt: skip
 
 
@@ -230,15 +231,6 @@ def _file_name(path: str) -> str:
     return name if name not in ("", ".", "..", MANIFEST, STATE) else "data" + Path(name).suffix
 
 
-def _without_secrets(source: str) -> str:
-    """The source without user, password and query: a query may be a signature that grants access."""
-    scheme, mark, rest = source.partition("://")
-    if scheme not in ("http", "https"):
-        return source
-    host, slash, path = rest.partition("/")
-    return scheme + mark + host.rsplit("@", 1)[-1] + slash + re.sub(r"[?#].*", "", path)
-
-
 # --- opening it ------------------------------------------------------------------------------------
 
 
@@ -265,7 +257,7 @@ def _open_http(url: str, headers: Mapping[str, str], offset: int, version: str |
             with _open_http(url, headers, 0, None) as body:
                 yield body
             return
-        _check_answer(response, _without_secrets(url))
+        _check_answer(response, without_secrets(url))
         offset, total = (offset, int(part[2])) if continues and part else (0, total)
         # A server that compresses although it was told not to: the length is that of the compressed body.
         encoding = response.headers.get("Content-Encoding", "identity")

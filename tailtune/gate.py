@@ -76,7 +76,7 @@ def verdict_lines(verdict: Mapping[str, Any]) -> list[str]:
     """The verdict for a terminal, a line a rule."""
     lines = [f"gate {'passed' if verdict['passed'] else 'FAILED'}"]
     for rule in verdict["rules"]:
-        value = f"{rule['value']:.4g}" if isinstance(rule["value"], int | float) else rule["value"]
+        value = _cell(rule["value"]) or "—"
         mark = "pass" if rule["passed"] else "FAIL"
         reason = f" — {rule['reason']}" if rule["reason"] else ""
         lines.append(f"  {mark}  {rule['metric']} {value} ({rule['comparison']} {rule['threshold']:g}){reason}")

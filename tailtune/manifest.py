@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+RESULTS_VERSION = 1
+"""Part of the steps' keys: raise it when the same input gives another result."""
 
 
 def sha256_file(path: Path) -> str:
@@ -74,8 +76,8 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
     models on every start.
     """
     manifest = read_json(directory / MANIFEST)
-    if manifest is None:
-        return None
+    if not isinstance(manifest, dict) or not {"key", "files", "facts"} <= manifest.keys():
+        return None  # none, or another program's
     if key is not None and manifest["key"] != json.loads(json.dumps(key, default=str)):
         return None
     for name, entry in manifest["files"].items():
@@ -89,7 +91,9 @@ def directory_identity(directory: Path) -> str:
     """SHA-256 that changes when a directory's content does: of its manifest, or of every file."""
     if read_manifest(directory):
         return sha256_file(directory / MANIFEST)
-    return sha256_json({p.name: sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()})
+    return sha256_json(
+        {str(p.relative_to(directory)): sha256_file(p) for p in sorted(directory.rglob("*")) if p.is_file()}
+    )
 
 
 def write_manifest(

@@ -69,11 +69,11 @@ def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     facts: dict[str, Any] = {}
     with publish(directory, key, facts) as partial:
         result = _convert(source, partial, data)
-        if result.num_rejected:
-            log.warning("parquet: %s", result.rejected_text(data, kept_rejects))
         if problem := result.problem(data, kept_rejects):
             (partial / REJECTS).replace(kept_rejects)
             raise problem
+        if result.num_rejected:
+            log.warning("parquet: %s", result.rejected_text(data, directory / REJECTS))
         facts.update(
             num_rows=result.num_rows,
             num_rejected=result.num_rejected,

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.recipe import Prompt, fill_template
 
@@ -22,9 +23,9 @@ CHATML = (
 
 PLAIN = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n\\n' }}{% endif %}"
-    "{{ message['role'] + ': ' + message['content'] }}"
+    "{{ message['role'] + ':\\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nassistant: ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nassistant:\\n' }}{% endif %}"
 )
 """For tokenizers without ChatML's markers and without a template of their own."""
 
@@ -43,6 +44,9 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     elif not isinstance(template, str) or "strftime_now" in template or "date_string" in template:
         tokenizer.chat_template = PLAIN
         log.info("prompt: the tokenizer has no ChatML markers and no dateless template; plain text is used")
+    if tokenizer.eos_token is None:
+        raise UserError("the tokenizer has no end-of-text token, so no answer would ever end; set eos_token in its "
+                        "tokenizer_config.json")  # fmt: skip
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -83,4 +87,7 @@ def encode_row(
     example = training_example(prompt, row)
     question = encode_question(tokenizer, prompt, row_question(prompt, row))
     whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)["input_ids"]
+    if whole[: len(question)] != question:
+        raise UserError("the tokenizer's chat template writes a question alone otherwise than before its answer; use a "
+                        "base model with ChatML's markers, or with a template that does not")  # fmt: skip
     return question, list(whole[len(question) :])

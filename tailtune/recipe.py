@@ -134,6 +134,11 @@ class Stage(Config):
     def _trainer_has_the_run_parameters(self) -> "Stage":
         for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
             value = self.trainer.get(name)
+            if name not in self.trainer:
+                near = difflib.get_close_matches(name, self.trainer, n=1)
+                raise ValueError(f"trainer.{name} is missing{f'; is it meant by {near[0]!r}?' if near else '; add it'}")
+            if name == "per_device_train_batch_size" and isinstance(value, float) and value % 1:
+                raise ValueError(f"trainer.{name} must be a whole number, found {value!r}")
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"trainer.{name} must be a finite number above 0, found {value!r}")
         return self
@@ -156,6 +161,14 @@ class Evaluation(Config):
     batch_size: Annotated[int, Field(ge=1)] = 8
     num_generated_answers: Annotated[int, Field(ge=0)] = 64
     """Validation rows whose answer is generated for ROUGE-L and chrF; 0 leaves both out."""
+
+
+MODEL_METRICS = ("answer_loss", "perplexity", "bits_per_byte", "token_accuracy", "rouge_l", "chrf", "tokens_per_second")
+METRICS = (
+    *(f"{side}_{metric}" for side in ("base", "tuned") for metric in MODEL_METRICS),
+    *("unigram_answer_loss", "answer_loss_vs_base", "answer_loss_vs_unigram"),
+)
+"""What the evaluation of an `sft` stage measures (`tailtune.evaluate`)."""
 
 
 class GateRule(Config):
@@ -216,9 +229,24 @@ class Recipe(Config):
                              f"use one of {list(self.data.columns)}, for example '{{answer}}'")  # fmt: skip
         return self
 
+    def public_dump(self) -> dict[str, Any]:
+        """As plain values, without what an address may hide: for reports and summaries."""
+        dumped = self.model_dump(mode="json")
+        dumped["data"]["source"] = without_secrets(self.data.source)
+        return dumped
+
     def to_json(self) -> str:
         """JSON: the form in which the recipe travels as one parameter of the pipeline."""
         return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
+
+
+def without_secrets(source: str) -> str:
+    """An address without user, password and query, which may hold a signature: for logs and reports."""
+    scheme, mark, rest = source.partition("://")
+    if scheme not in ("http", "https"):
+        return source
+    host, slash, path = rest.partition("/")
+    return scheme + mark + host.rsplit("@", 1)[-1] + slash + re.sub(r"[?#].*", "", path)
 
 
 def template_fields(template: str) -> list[str]:
@@ -398,19 +426,24 @@ def _validate(raw: dict[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "recipe"
-        if first["type"] == "extra_forbidden":
-            known = _fields_at(first["loc"][:-1])
-            detail = f"unknown key{_nearest(str(first['loc'][-1]), known)}; known: {', '.join(known)}"
-        elif first["type"] == "missing":
-            detail = "is missing; add it"
-        else:
-            detail = first["msg"].removeprefix("Value error, ")
-            if "input" in first and not isinstance(first["input"], dict):
-                detail += f" (got {first['input']!r})"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise UserError(f"recipe {source}: {field}: {detail}{more}") from None
+        # an unknown key first: it is the likely cause of a key that is missing
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        shown = "; ".join(_describe(problem) for problem in problems[:3])
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(f"recipe {source}: {shown}{more}") from None
+
+
+def _describe(problem: Any) -> str:
+    """One of pydantic's errors: the field, what is wrong, and the remedy."""
+    field = ".".join(str(part) for part in problem["loc"]) or "recipe"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(problem["loc"][:-1])
+        return f"{field}: unknown key{_nearest(str(problem['loc'][-1]), known)}; known: {', '.join(known)}"
+    if problem["type"] == "missing":
+        return f"{field}: is missing; add it"
+    detail = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {given!r})")
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
@@ -434,9 +467,12 @@ def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Resolve the file paths that a recipe file names against the file's own folder."""
 
     def resolved(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(("./", "../", "samples/")):
-            return str((folder / value).resolve())
-        return value
+        if not isinstance(value, str) or "://" in value:
+            return value
+        own = (folder / Path(value).expanduser()).resolve()
+        if not own.exists() and value.startswith("samples/") and (BUILT_IN / value).exists():
+            return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the samples that came with it
+        return str(own) if own.exists() or value.startswith(("./", "../", "~", "samples/")) else value
 
     for section, field in (("data", "source"), ("model", "base_model")):
         if isinstance(raw.get(section), dict) and field in raw[section]:

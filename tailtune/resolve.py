@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tailtune.errors import UserError
+from tailtune.identity import refuse_other_settings
 from tailtune.log import log
 from tailtune.manifest import write_json
-from tailtune.recipe import parse_recipe, with_overrides
-from tailtune.run import Run
+from tailtune.recipe import parse_recipe, with_overrides, without_secrets
+from tailtune.run import RUN_NAME, Run
 
 
 def resolve_run(
@@ -23,7 +25,13 @@ def resolve_run(
     from tailtune.train.arguments import check_trainer_arguments
     from tailtune.train.hardware import find_profile
 
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(f"run_name '{name}': use letters, digits, '-', '_' and '.', at most 100")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
+    if recipe.resources.num_nodes != 1:
+        raise UserError(
+            f"num_nodes is {recipe.resources.num_nodes}, but jobs run on one machine so far; set num_nodes=1"
+        )
     check_trainer_arguments(recipe)
     find_profile("cpu", recipe.hardware.profile)
     directories = {
@@ -35,6 +43,13 @@ def resolve_run(
         )
     }
     run = Run(name=name, recipe=recipe, local=local, **directories)
+    if run.run_path.is_file() and (run.models_dir / "checkpoints" / "key.json").is_file():
+        refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
     write_json(run.run_path, run.model_dump(mode="json"))
-    log.info("resolve: recipe %s, base model %s, data %s", recipe.name, recipe.model.base_model, recipe.data.source)
+    log.info(
+        "resolve: recipe %s, base model %s, data %s",
+        recipe.name,
+        recipe.model.base_model,
+        without_secrets(recipe.data.source),
+    )
     return run

@@ -7,6 +7,7 @@ number, not blank, and valid Unicode. Nothing is dropped: a row comes out in `Ba
 """
 
 import csv
+import difflib
 import json
 import math
 import shutil
@@ -199,8 +200,11 @@ def _header_places(header: list[str], names: list[str]) -> list[int]:
 def missing_column(name: str, found: Iterable[str]) -> UserError:
     found = list(found)
     more = f" and {len(found) - 30} more" if len(found) > 30 else ""
+    near = difflib.get_close_matches(name, found, n=1)
+    hint = f", did you mean '{near[0]}'?" if near else ""
     return UserError(
-        f"column '{name}' is not in the data; found: {', '.join(found[:30]) or 'none'}{more}; map them in data.columns"
+        f"column '{name}' is not in the data{hint}; found: {', '.join(found[:30]) or 'none'}{more}; "
+        "map them in data.columns"
     )
 
 

@@ -1,11 +1,15 @@
 """One run: a resolved recipe and the directories it lives in. The volumes' layout stands here, once."""
 
+import re
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from tailtune.errors import UserError
 from tailtune.recipe import Config, Recipe
+
+RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+"""A run's name is a directory's name."""
 
 
 class Run(Config):

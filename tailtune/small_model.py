@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tailtune.errors import UserError
 from tailtune.log import log
-from tailtune.manifest import publish, read_manifest
+from tailtune.manifest import RESULTS_VERSION, publish, read_manifest
 from tailtune.prompt import freeze_chat_template, row_answer, row_question
 from tailtune.recipe import Recipe, SmallModel
 
@@ -41,6 +41,7 @@ def build_small_model(recipe: Recipe, train: pa.Table, data_sha256: str, directo
     if small is None:
         raise UserError("model.base_model is 'small' but the recipe has no model.small; describe it there")
     key = {
+        "version": RESULTS_VERSION,
         "small": small.model_dump(),
         "prompt": recipe.prompt.model_dump(),
         "data": data_sha256,

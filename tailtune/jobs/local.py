@@ -18,7 +18,17 @@ from tailtune.manifest import read_json
 
 NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines
 USER_ERROR = f"{MARK}train: error: "
-STOPPED = 143  # a rank that saved its checkpoint after a signal (tailtune.train.sft)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine; asks the driver, because importing torch takes seconds."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0  # no driver, no GPU
 
 
 def share_cores() -> None:
@@ -120,6 +130,8 @@ def _forward_signals(process: "subprocess.Popen[str]") -> Iterator[list[int]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if len(received) > 1:  # Ctrl-C reaches the whole process group, and pipeline.py passes it on too
+            return
         log.info("train: signal %s: waiting for a checkpoint", signal.Signals(number).name)
         process.send_signal(signal.SIGTERM)
 

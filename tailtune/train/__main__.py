@@ -5,7 +5,6 @@ OUTPUT_DIR). This is the one place that reads the training container's environme
 RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, never from here.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from tailtune.recipe import load_recipe, parse_parameters, with_environment, wit
               help="Where best_model/ and checkpoints/ go; OUTPUT_DIR in the environment wins.")  # fmt: skip
 @click.option("--stage", "stage_name", help="Stage of the recipe; the first one by default.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
-@click.option("--key", "key_json", default="{}", hidden=True, help="Identity of the training, from the launcher.")
 def main(
     recipe: str,
     data_dir: Path,
@@ -39,7 +37,6 @@ def main(
     output_dir: Path,
     stage_name: str | None,
     parameters: tuple[str, ...],
-    key_json: str,
 ) -> None:
     """Train one stage of a recipe. Start it with torchrun, one process per GPU."""
     configure()
@@ -55,7 +52,7 @@ def main(
             raise UserError(f"{data} does not exist; write it with the parquet step, or set --data-dir")
         paths = Paths(data, model_dir, Path(os.environ.get("OUTPUT_DIR") or output_dir))
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(paths.output / "tensorboard"))
-        status = train(resolved, stage, paths, key=json.loads(key_json))
+        status = train(resolved, stage, paths)
         leave_process_group()
     except UserError as error:
         log.error("train: error: %s", error)

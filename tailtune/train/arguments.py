@@ -36,6 +36,7 @@ SET_BY_TAILTUNE = {
 }
 POSITIVE = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
             "max_length", "per_device_eval_batch_size", "eval_steps", "save_steps", "logging_steps")  # fmt: skip
+DDP_TIMEOUT_SECONDS = 3600  # how long ranks wait for rank 0 to save a large checkpoint
 NUM_EVALUATIONS = 10  # evaluations and checkpoints of a run, whatever its length
 NUM_LOG_LINES = 20
 
@@ -60,6 +61,10 @@ def sft_config(
     steps = num_steps(trainer, choice, num_train_rows, world_size)
     interval = max(1, math.ceil(steps / NUM_EVALUATIONS))
     learning_rate = float(trainer.pop("learning_rate", 5e-5))
+    for one, other in (("eval_steps", "save_steps"), ("eval_strategy", "save_strategy")):
+        for given, missing in ((one, other), (other, one)):  # Trainer wants both alike
+            if given in trainer:
+                trainer.setdefault(missing, trainer[given])
     defaults = {
         "learning_rate": learning_rate * (world_size if stage.scale_learning_rate else 1),
         "per_device_train_batch_size": choice.per_device_train_batch_size,
@@ -84,6 +89,7 @@ def sft_config(
         "logging_steps": max(1, steps // NUM_LOG_LINES),
         "report_to": ["tensorboard"],
         "include_num_input_tokens_seen": "non_padding",
+        "ddp_timeout": DDP_TIMEOUT_SECONDS,
         "disable_tqdm": not sys.stderr.isatty(),
         "dataloader_pin_memory": choice.device != "cpu",
     }
@@ -133,6 +139,8 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
         number = isinstance(value, int | float)
+        if name == "save_total_limit" and number and value < 2:
+            raise UserError(f"{where}.{name} is {value}; keep at least 2, the best checkpoint and the last")
         if number and (math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf)):
             raise UserError(f"{where}.{name} is {value}; give a finite number{' above 0' * (name in POSITIVE)}")
 

@@ -2,11 +2,13 @@
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import psutil
+import pynvml
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -60,7 +62,8 @@ class Meter:
         self.time, self.tokens = now, tokens_seen
         values["peak_memory_bytes"] = peak_memory_bytes()
         if torch.cuda.is_available():
-            values["gpu_utilisation_percent"] = float(torch.cuda.utilization())
+            with suppress(pynvml.NVMLError):  # slices of a GPU (MIG) report none
+                values["gpu_utilisation_percent"] = float(torch.cuda.utilization())
         return values
 
 

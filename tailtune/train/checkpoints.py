@@ -7,6 +7,7 @@ between leaves a directory that looks like a checkpoint; resuming from it would 
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 from tailtune.manifest import write_json
 
 COMPLETE = "complete.json"
+ELAPSED = "elapsed.json"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -46,14 +48,31 @@ def remove_incomplete(directory: Path) -> None:
             shutil.rmtree(path)
 
 
+def seconds_at(checkpoint: Path | None) -> float:
+    """Seconds of training that a checkpoint stands for, over all attempts; 0 for none."""
+    return float(json.loads((checkpoint / ELAPSED).read_text())["train_seconds"]) if checkpoint else 0.0
+
+
 class MarkComplete(TrainerCallback):
     """Writes a checkpoint's list of files after every rank has written its own."""
+
+    def __init__(self, seconds_before: float = 0.0) -> None:
+        self.seconds_before = seconds_before
+        self.start = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds of training until now, with those of the attempts before."""
+        return self.seconds_before + time.monotonic() - self.start
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
             dist.barrier()
         if state.is_world_process_zero:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(checkpoint / ELAPSED, {"train_seconds": self.seconds()})
             files = {p.relative_to(checkpoint).as_posix(): p.stat().st_size
                      for p in sorted(checkpoint.rglob("*")) if p.is_file()}  # fmt: skip
             write_json(checkpoint / COMPLETE, files)

@@ -14,13 +14,19 @@ from tailtune.train.hardware import Choice
 def load_model(directory: Path, choice: Choice) -> PreTrainedModel:
     """The base model in the compute precision. Raises UserError when the directory holds none."""
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=choice.dtype, attn_implementation=choice.attention, local_files_only=True
         )
     except (OSError, ValueError, ImportError) as error:
         line = " ".join(str(error).split())[:300]
         raise UserError(f"no model can be loaded from {directory}: {line}; give a directory that "
                         "AutoModelForCausalLM reads, or a hub name") from None  # fmt: skip
+
+    generation = model.generation_config
+    if generation is not None and not generation.do_sample:
+        # settings of sampling without sampling: saving a checkpoint would refuse them
+        generation.temperature = generation.top_p = generation.top_k = None
+    return model
 
 
 def prepare_tail(model: PreTrainedModel, stage: Stage) -> None:
@@ -67,6 +73,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def export_model(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     """Save an ordinary Transformers model in one precision, loadable by `AutoModelForCausalLM`."""
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    state = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    }
     model.config.dtype = dtype
     model.save_pretrained(directory, state_dict=state)

@@ -1,10 +1,12 @@
 """Supervised fine-tuning of the last layers with TRL, under torchrun. Read top-down."""
 
 import json
+import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,23 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, set_seed
+from accelerate.utils import broadcast_object_list
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerState, set_seed
+from transformers.utils.logging import disable_progress_bar
 from trl import SFTTrainer
 
 from tailtune import provenance
 from tailtune.errors import UserError
+from tailtune.identity import claim_checkpoints, training_key
 from tailtune.log import log
 from tailtune.manifest import publish, sha256_json, write_json
 from tailtune.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.recipe import Recipe, Stage
 from tailtune.split import split_rows
 from tailtune.train import hardware
-from tailtune.train.arguments import sft_config
+from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
 from tailtune.train.callbacks import LogLines, Meter, StopOnSignal, peak_memory_bytes
-from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, step_of
+from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.model import export_model, load_model, prepare_tail
 
 STOPPED = 143
@@ -57,24 +62,36 @@ class MeteredTrainer(SFTTrainer):
             logs.update(self.meter.read(self.state.num_input_tokens_seen))
         super().log(logs, start_time)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's card knows neither the base model nor the data; the report does."""
 
-def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> int:
+
+def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     """Train one stage and publish `best_model/`, `training_history.json`, `training_summary.json`.
 
-    `key` identifies the training and goes into the manifest of `best_model/`. Resumes from the last
-    complete checkpoint. Rank 0 alone writes, apart from each rank's random state inside the
+    Resumes from the last complete checkpoint of the same settings, data and base model; others are
+    refused with UserError. Rank 0 alone writes, apart from each rank's random state inside the
     checkpoints. Returns the exit status: 0, or 143 after a signal.
     """
     stop = StopOnSignal()
     started_at = datetime.now(UTC)
     # joins the process group that torchrun's environment describes; without `cpu` it would stay alone there
-    ranks = PartialState(cpu=not torch.cuda.is_available())
+    timeout = timedelta(seconds=int(stage.trainer.get("ddp_timeout", DDP_TIMEOUT_SECONDS)))
+    ranks = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
     assert ranks.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
     set_seed(recipe.seed)
+    key = training_key(recipe, paths.data.parent, paths.base_model)
+    found: list[Path | None] = [None]
     if ranks.is_main_process:
         paths.checkpoints.mkdir(parents=True, exist_ok=True)
+        claim_checkpoints(paths.checkpoints, key)
         remove_incomplete(paths.checkpoints)
-    ranks.wait_for_everyone()
+        found = [latest_complete(paths.checkpoints)]
+    broadcast_object_list(found)  # rank 0 decides: a network file system may still show others an older list
+    resume = found[0]
+    if not (sys.stderr.isatty() and ranks.is_main_process):
+        datasets.disable_progress_bars()
+        disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=True)
     freeze_chat_template(tokenizer)
@@ -113,19 +130,19 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> in
     facts["trainable_share"] = facts["num_trainable_parameters"] / facts["num_parameters"]
     facts["hardware"] = {**asdict(choice), "attention": model.config._attn_implementation}
     if ranks.is_main_process:
-        describe(choice, facts, config.max_length)
+        describe(choice, facts, config.max_length, scaled=stage.scale_learning_rate)
 
+    saver = MarkComplete(seconds_before=seconds_at(resume))
     trainer = MeteredTrainer(
         model=model,
         args=config,
         train_dataset=conversations(recipe, train_rows),
         eval_dataset=conversations(recipe, validation_rows),
         processing_class=tokenizer,
-        callbacks=[stop, MarkComplete(), *([LogLines()] if config.disable_tqdm else [])],
+        callbacks=[stop, saver, *([LogLines()] if config.disable_tqdm else [])],
     )
     trainer.remove_callback(PrinterCallback)
 
-    resume = latest_complete(paths.checkpoints)
     first_step = step_of(resume) if resume else 0
     first_token = json.loads((resume / "trainer_state.json").read_text())["num_input_tokens_seen"] if resume else 0
     if ranks.is_main_process:
@@ -135,7 +152,6 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> in
     start = time.monotonic()
     trainer.meter = Meter(start, first_token)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    seconds = time.monotonic() - start
     state = trainer.state
 
     if stop.stopped_at is not None:
@@ -143,14 +159,16 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> in
             log.info("train: stopped at step %d by a signal, checkpoint saved; run again to go on", stop.stopped_at)
         return STOPPED
     if ranks.is_main_process:
-        rows_per_second = (state.global_step - first_step) * facts["effective_batch_size"] / seconds
+        seconds = saver.seconds()  # of all attempts, as far as their checkpoints count
+        rows_per_second = state.global_step * facts["effective_batch_size"] / seconds
+        refuse_no_best(state, paths.checkpoints)
         facts |= {
             "num_steps": state.global_step,
             "samples_seen": state.global_step * facts["effective_batch_size"],
             "tokens_seen": state.num_input_tokens_seen,
             "train_seconds": seconds,
             "rows_per_second": rows_per_second,
-            "tokens_per_second": (state.num_input_tokens_seen - first_token) / seconds,
+            "tokens_per_second": state.num_input_tokens_seen / seconds,
             "best_step": state.best_global_step,
             "best_eval_loss": state.best_metric,
             "peak_memory_bytes": peak_memory_bytes(),
@@ -159,11 +177,11 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> in
                 **provenance.collect(),
                 "seed": recipe.seed,
                 "recipe_sha256": sha256_json(recipe.model_dump(mode="json")),
-                "data_sha256": key.get("data_sha256"),
+                "data_sha256": key["data_sha256"],
                 "started_at": started_at.isoformat(timespec="seconds"),
                 "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
             },
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.public_dump(),
         }
         write_json(paths.output / "training_history.json", split_history(state.log_history))
         write_json(paths.output / "training_summary.json", facts)
@@ -178,6 +196,19 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, key: dict[str, Any]) -> in
         )  # fmt: skip
     ranks.wait_for_everyone()
     return 0
+
+
+def refuse_no_best(state: TrainerState, checkpoints: Path) -> None:
+    """Raise UserError when the weights in memory are not those of the best evaluation.
+
+    Trainer itself goes on with the last weights when the best checkpoint is gone or no loss was a number.
+    """
+    if state.best_metric is None or not math.isfinite(state.best_metric):
+        raise UserError(f"the best eval_loss is {state.best_metric}; lower stages.0.trainer.learning_rate and look at "
+                        "the losses above")  # fmt: skip
+    if not (checkpoints / f"checkpoint-{state.best_global_step}").is_dir():
+        raise UserError(f"checkpoint-{state.best_global_step} with the best eval_loss is gone from {checkpoints}; "
+                        "delete the checkpoints and train again")  # fmt: skip
 
 
 def conversations(recipe: Recipe, rows: pa.Table) -> datasets.Dataset:
@@ -201,7 +232,7 @@ def count_truncated(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rows: pa
     return count
 
 
-def describe(choice: hardware.Choice, facts: dict[str, Any], max_length: int | None) -> None:
+def describe(choice: hardware.Choice, facts: dict[str, Any], max_length: int | None, *, scaled: bool) -> None:
     """What is about to run, in two or three lines."""
     log.info("train: %s", choice.describe())
     log.info(
@@ -209,6 +240,10 @@ def describe(choice: hardware.Choice, facts: dict[str, Any], max_length: int | N
         f"{facts['num_trainable_parameters']:,}", f"{facts['num_parameters']:,}", 100 * facts["trainable_share"],
         facts["world_size"], facts["num_train_rows"], facts["num_validation_rows"],
     )  # fmt: skip
+    learning_rate = facts["learning_rate"]
+    if scaled and facts["world_size"] > 1:
+        base = learning_rate / facts["world_size"]
+        log.info("train: learning rate %g = %g x %d ranks", learning_rate, base, facts["world_size"])
     if facts["num_truncated_rows"]:
         log.info("train: %d rows are longer than max_length %d and are cut", facts["num_truncated_rows"], max_length)
 

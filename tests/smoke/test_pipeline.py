@@ -88,21 +88,33 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     assert code == 1
     assert "train: step" not in err
     assert "did not pass the gate (tuned_answer_loss:" in err.splitlines()[-2], err
+    assert json.loads((directory / "models" / "recipe.json").read_text())["gate"][0]["threshold"] == 0.001
     assert json.loads((directory / "workspace" / "verdict.json").read_text())["passed"] is False
     assert "gate failed" in (directory / "report.html").read_text().lower()
 
-    # other training settings do not go on from these checkpoints
-    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first", "-p", "learning_rate=0.5")
+    # without a recipe the run goes on with its own, the gate of the last call included
+    code, out, err = run(tmp_path, "--run-name", "first")
     assert code == 1
-    assert "learning_rate" in err and "choose another --run-name" in err
+    assert "continuing runs/first with its own recipe" in err and "train: step" not in err
+
+    # other training settings or data are refused before anything is overwritten
+    before = fingerprint(directory)
+    other = write_rows(tmp_path / "other.jsonl", 40)
+    for parameter, field in (("learning_rate=0.5", "learning_rate"), (f"data_source={other}", "data.source")):
+        code, out, err = run(tmp_path, "--run-name", "first", "-p", parameter)
+        assert code == 1
+        assert err.splitlines()[-1].startswith("failed: resolve: this run has trained with another "), err
+        assert field in err and "choose another --run-name" in err and "report:" not in err
+    assert fingerprint(directory) == before
 
 
 def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, **{"data.source": str(tmp_path / "nowhere.jsonl")})
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"topic": "a", "questoin": "b", "answer": "c"}\n')
     code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "bad")
     assert code == 1
     assert out.splitlines()[-1] == "runs/bad"
-    assert err.splitlines()[-1].startswith("failed: fetch: error: ") and "nowhere.jsonl does not exist" in err
+    assert err.splitlines()[-1].startswith("failed: parquet: column 'question' is not in the data, did you mean "), err
     assert "Traceback" not in err
 
 
@@ -118,7 +130,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path, number: sig
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "run again to resume" in err, err
+    assert err.splitlines()[-1] == "stopped by a signal; run again with --run-name stopped to go on", err
     assert list((tmp_path / "runs" / "stopped" / "models" / "checkpoints").glob("checkpoint-*/complete.json"))
     leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not leftover, leftover

@@ -136,7 +136,7 @@ def test_other_settings_do_not_resume_from_these_checkpoints(undisturbed: tuple[
 
     run, _ = undisturbed
     other = run.model_copy(update={"recipe": tiny_recipe(**LONG, seed=7)})
-    with pytest.raises(UserError, match=r"made with other settings .*seed.*choose another --run-name"):
+    with pytest.raises(UserError, match=r"made with other settings \(seed\); choose another --run-name"):
         train_stage(other, prepared / "data", prepared / "base")
 
 
@@ -237,3 +237,26 @@ def test_bf16_trains_on_fp32_master_weights_and_saves_bf16(
     held = load_file(newest / "model.safetensors")
     assert held["lm_head.weight"].dtype == torch.float32
     assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+
+
+def test_ranks_alone_refuse_another_training_and_count_all_attempts(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """torchrun without the launcher, as on bare machines: the key is checked by the ranks themselves."""
+    run = make_run("bare", **{"resources.ranks_per_node": 1})
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(run.recipe.to_json())
+    command = [sys.executable, "-m", "tailtune.train", "--recipe", str(recipe), "--data-dir", str(prepared / "data"),
+               "--model-dir", str(prepared / "base"), "--output-dir", str(run.models_dir)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    first = json.loads((run.models_dir / "training_summary.json").read_text())
+    refused = subprocess.run([*command, "-p", "learning_rate=0.5"], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "train: error: the checkpoints in" in refused.stderr and "trainer.learning_rate" in refused.stderr
+    by_environment = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "EPOCHS": "9"})
+    assert "num_train_epochs" in by_environment.stderr and by_environment.returncode == 1
+    subprocess.run(command, check=True, capture_output=True)
+    again = json.loads((run.models_dir / "training_summary.json").read_text())
+    assert again["num_steps"] == first["num_steps"]
+    assert again["train_seconds"] >= 0.8 * first["train_seconds"]
+    assert again["rows_per_second"] > 0

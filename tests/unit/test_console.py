@@ -20,8 +20,8 @@ print("outside", errors)
 def test_only_marked_lines_are_shown(tmp_path: Path) -> None:
     log = tmp_path / "deep" / "log"
     result = subprocess.run([sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines() == ["fetch: done", "train: error: no data; give data"]
-    assert result.stdout.splitlines() == ["outside ['train: error: no data; give data']"]
+    assert result.stderr.splitlines() == ["fetch: done"]
+    assert result.stdout.splitlines() == ["outside ['train: no data; give data']"]
     assert "pages of JSON" in log.read_text() and "noise" in log.read_text()
 
 

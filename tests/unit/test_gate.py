@@ -115,7 +115,7 @@ def test_the_verdict_on_a_terminal() -> None:
     assert verdict_lines(judge(rules, {"loss": 0.5})) == [
         "gate FAILED",
         "  pass  loss 0.5 (<= 0.95)",
-        "  FAIL  accuracy None (>= 0.3) — the metric is missing; measured: loss",
+        "  FAIL  accuracy — (>= 0.3) — the metric is missing; measured: loss",
     ]
 
 

@@ -118,8 +118,8 @@ def test_the_text_of_a_chatml_row() -> None:
 def test_the_text_of_a_plain_row() -> None:
     question, answer = encode_row(frozen(), PROMPT, ROW)
     assert frozen().decode(question + answer) == (
-        "system: Answer in one sentence.\n\nuser: For Knots, how do I tie one?\n\n"
-        "assistant: Make a loop – then pass the end.\nPull.</s>"
+        "system:\nAnswer in one sentence.\n\nuser:\nFor Knots, how do I tie one?\n\n"
+        "assistant:\nMake a loop – then pass the end.\nPull.</s>"
     )
 
 
