@@ -216,6 +216,16 @@ class Recipe(Config):
     """Dotted keys and values that apply to runs on this machine only."""
 
     @model_validator(mode="after")
+    def _gate_metrics_are_measured(self) -> "Recipe":
+        for rule in self.gate:
+            if rule.metric not in METRICS:
+                raise ValueError(
+                    f"gate: metric '{rule.metric}' is not measured{_nearest(rule.metric, list(METRICS))}; "
+                    f"measured: {', '.join(METRICS)}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _prompt_uses_columns(self) -> "Recipe":
         for field in ("user", "assistant"):
             for column in template_fields(getattr(self.prompt, field)):

@@ -322,8 +322,8 @@ RECIPES: list[Row] = [
     ("wrong type", recipe("seed: 42", "seed: many"), 2, "seed: Input should be a valid integer"),
     ("two problems", recipe("seed: 42", "seed: many\nsead: 1"), 2, "local; seed: Input should be a valid integer"),
     ("a typo and what it leaves out", recipe("\ngate:", "\ngates:"), 2, "gates: unknown key, did you mean 'gate'?"),
-    ("a misspelt metric", recipe("answer_loss_vs_base", "answer_los_vs_base"), 2,
-     "metric 'answer_los_vs_base' is not measured, did you mean 'answer_loss_vs_base'?"),
+    ("a misspelt metric", recipe("answer_loss_vs_base", "answer_loss_vs_bas"), 2,
+     "metric 'answer_loss_vs_bas' is not measured, did you mean 'answer_loss_vs_base'?"),
     ("a misspelt run parameter", recipe("num_train_epochs: 4", "num_train_epoch: 4"), 2,
      "trainer.num_train_epochs is missing; is it meant by 'num_train_epoch'?"),
     ("one checkpoint", recipe("max_grad_norm: 1.0", "save_total_limit: 1"), 2,
@@ -518,7 +518,7 @@ def test_bad_input(call: Call, status: int, message: str, tmp_path: Path, prepar
     assert message in stderr
     assert "Traceback" not in stderr + shown.stdout
     assert shown.status == 1 or not shown.stdout
-    errors = [line for line in stderr.splitlines() if "error: " in line.lower()]
+    errors = [line for line in stderr.splitlines() if "error: " in line.lower() or line.startswith("failed: ")]
     assert message in errors[-1], "the message is one line"
     assert stderr.splitlines()[-1] == errors[-1], "and the last one"
 
