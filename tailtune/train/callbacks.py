@@ -1,13 +1,14 @@
 """What a run tells while it trains, and how it stops when it is asked to."""
 
+import resource
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import psutil
 import pynvml
 import torch
 import torch.distributed as dist
@@ -71,8 +72,8 @@ def peak_memory_bytes() -> int:
     """Largest memory of this rank so far: on the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    info = psutil.Process().memory_info()
-    return int(getattr(info, "peak_wset", info.rss))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux
 
 
 class LogLines(TrainerCallback):

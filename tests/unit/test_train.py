@@ -12,6 +12,7 @@ from tailtune.errors import UserError
 from tailtune.recipe import Hardware
 from tailtune.train import hardware
 from tailtune.train.arguments import num_steps, sft_config
+from tailtune.train.callbacks import peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import choose, find_profile, largest_divisor
 from tailtune.train.model import decoder_layers, export_model, prepare_tail
@@ -135,6 +136,15 @@ def test_the_recipe_may_name_its_own_intervals(tmp_path: Path) -> None:
     config = sft_config(recipe, recipe.stages[0], choose(recipe.hardware, 2, 1), output_dir=tmp_path,
                         num_train_rows=40, world_size=1)  # fmt: skip
     assert (config.eval_steps, config.save_steps) == (7, 14)
+
+
+def test_peak_memory_does_not_fall_when_memory_is_freed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    block = torch.ones(40_000_000)  # 160 MB
+    high = peak_memory_bytes()
+    del block
+    assert peak_memory_bytes() >= high > 160e6
 
 
 def write_checkpoint(directory: Path, step: int, *, complete: bool) -> Path:
