@@ -1,0 +1,67 @@
+"""What the first step refuses before anything has run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import tiny_recipe
+
+from tailtune.errors import UserError
+from tailtune.recipe import without_secrets
+from tailtune.resolve import resolve_run
+from tailtune.run import Run
+
+
+def resolve(folder: Path, name: str = "mine", **overrides: object) -> Run:
+    places = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
+    return resolve_run(tiny_recipe().to_json(), overrides, name, *places, local=False)
+
+
+def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) -> None:
+    run = resolve(tmp_path, epochs=2.0)
+    assert run.best_model_dir == tmp_path / "models" / "mine" / "best_model"
+    assert run.report_path == tmp_path / "workspace" / "mine" / "report.html"
+    assert json.loads(run.run_path.read_text())["recipe"]["stages"][0]["trainer"]["num_train_epochs"] == 2
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "two words", "x" * 101])
+def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"run_name .*: use letters, digits"):
+        resolve(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_nodes_than_there_is_a_launcher_for_are_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_nodes is 4, but jobs run on one machine so far; set num_nodes=1"):
+        resolve(tmp_path, num_nodes=4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> None:
+    run = resolve(tmp_path)
+    resolve(tmp_path, learning_rate=0.5)  # nothing has trained yet
+    resolve(tmp_path)
+    (run.models_dir / "checkpoints").mkdir(parents=True)
+    (run.models_dir / "checkpoints" / "key.json").write_text("{}")
+    before = run.run_path.read_bytes()
+    for overrides, field in (
+        ({"learning_rate": 0.5}, "learning_rate"),
+        ({"data_source": "s3://b/other.csv"}, "source"),
+    ):
+        with pytest.raises(UserError, match=rf"has trained with another .*{field}.*choose another --run-name"):
+            resolve(tmp_path, **overrides)
+    assert run.run_path.read_bytes() == before
+    resolve(tmp_path, **{"generation.max_new_tokens": 9})
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("https://u:p@host/a.csv?X-Amz-Signature=s#f", "https://host/a.csv"),
+        ("hf://datasets/o/n@main/a.jsonl", "hf://datasets/o/n@main/a.jsonl"),
+        ("/data/a?b.jsonl", "/data/a?b.jsonl"),
+    ],
+)
+def test_what_an_address_hides_is_not_shown(source: str, shown: str) -> None:
+    assert without_secrets(source) == shown
+    assert tiny_recipe(data_source=source).public_dump()["data"]["source"] == shown
