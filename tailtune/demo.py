@@ -71,7 +71,11 @@ def collect_report(run: Run, base: Path, demo: dict[str, Any]) -> ReportData:
     """Everything that the steps wrote, as the report wants it. What a step did not write stays empty."""
     summary = read_json(run.models_dir / "training_summary.json") or {}
     summary["base_model"] = describe_base_model(run.recipe, base)
-    summary["local_overlay"] = [f"{key} = {value}" for key, value in sorted(run.recipe.local.items()) if run.local]
+    summary["local_overlay"] = [
+        f"{key} = {value}" if isinstance(value, int | float) else key  # texts and lists stand in the recipe below
+        for key, value in sorted(run.recipe.local.items())
+        if run.local
+    ]
     data = collect_data_facts(run)
     summary.setdefault("provenance", {}).update(
         base_model_revision=summary["base_model"].get("revision"), data_revision=data.get("revision")

@@ -34,8 +34,8 @@ def count_gpus() -> int:
 def share_cores() -> None:
     """Make waiting OpenMP threads sleep. Call it before torch is imported.
 
-    By default they spin, and when another program holds one of the cores a step of a small model
-    takes five times as long (BENCHMARKS.md, "Busy cores").
+    By default they spin. Alone on the machine that is a little faster, but beside another program a
+    step of a small model takes up to 2.6 times as long (BENCHMARKS.md, "Busy cores").
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
