@@ -87,7 +87,8 @@ def run_job(job: Job) -> None:
                 print(line, end="", file=sys.stderr, flush=True)
                 last_lines.append(line.rstrip())
                 if line.startswith(USER_ERROR) and user_error is None:
-                    user_error = line.removeprefix(USER_ERROR).strip()
+                    # two ranks that say it at once may share a line
+                    user_error = line.removeprefix(USER_ERROR).partition(MARK)[0].strip()
                     process.terminate()  # a restart would meet the same bad input
             status = process.wait()
         if user_error:
