@@ -42,11 +42,16 @@ def refuse_other_settings(old: Recipe, new: Recipe, models_dir: Path) -> None:
         )
 
 
+def has_trained(checkpoints: Path) -> bool:
+    """Whether there is a complete checkpoint: before the first one, settings may still be corrected."""
+    return any(checkpoints.glob("checkpoint-*/complete.json"))
+
+
 def claim_checkpoints(checkpoints: Path, key: dict[str, Any]) -> None:
     """Write the key beside the checkpoints; raise UserError when they were made with another one."""
     path = checkpoints / "key.json"
     old = read_json(path)
-    if old is None:
+    if old is None or not has_trained(checkpoints):
         write_json(path, key)
     elif changed := differences(old, json.loads(json.dumps(key))):
         raise UserError(

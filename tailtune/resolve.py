@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.identity import refuse_other_settings
+from tailtune.identity import has_trained, refuse_other_settings
 from tailtune.log import log
 from tailtune.manifest import write_json
 from tailtune.recipe import parse_recipe, with_overrides, without_secrets
@@ -43,7 +43,7 @@ def resolve_run(
         )
     }
     run = Run(name=name, recipe=recipe, local=local, **directories)
-    if run.run_path.is_file() and (run.models_dir / "checkpoints" / "key.json").is_file():
+    if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
     write_json(run.run_path, run.model_dump(mode="json"))
     log.info(

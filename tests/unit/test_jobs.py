@@ -19,7 +19,6 @@ MODULES = {
             "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)",
     "user": "import os, sys, time\nopen(os.environ['STARTS'], 'a').write('x')\n"
             "sys.stdout.write('tailtune | train: error: the data are no data; give data\\n')\nsys.exit(1)",
-    "threads": "import os\nprint('threads', os.environ['OMP_NUM_THREADS'])",
 }  # fmt: skip
 
 

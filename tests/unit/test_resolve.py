@@ -41,8 +41,10 @@ def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> N
     run = resolve(tmp_path)
     resolve(tmp_path, learning_rate=0.5)  # nothing has trained yet
     resolve(tmp_path)
-    (run.models_dir / "checkpoints").mkdir(parents=True)
-    (run.models_dir / "checkpoints" / "key.json").write_text("{}")
+    (run.models_dir / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+    resolve(tmp_path, learning_rate=0.5)  # no complete checkpoint yet: a bad setting may be corrected
+    resolve(tmp_path)
+    (run.models_dir / "checkpoints" / "checkpoint-1" / "complete.json").write_text("{}")
     before = run.run_path.read_bytes()
     for overrides, field in (
         ({"learning_rate": 0.5}, "learning_rate"),
