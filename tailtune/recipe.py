@@ -116,6 +116,32 @@ class Prompt(Config):
     assistant: str
 
 
+class TailSettings(Config):
+    """Tail training and its five savings; each can be switched off, for measurement and for doubt.
+
+    The result is the same training. A model that cannot be split runs whole, with a warning.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+    """`off` runs TRL's SFTTrainer on the whole model."""
+    stop_backward: bool = True
+    """End the backward pass where training ends."""
+    packing: bool = True
+    """No pads in matrix products."""
+    answer_head: bool = True
+    """Run the head only where there is a label."""
+    cache: Literal["auto", "gpu", "host", "disk", "none"] = "auto"
+    """Where the frozen layers' states are kept from their one computation."""
+    shared_prompt: bool = True
+    """Compute the prompt that rows share once."""
+
+    @model_validator(mode="after")
+    def _cached_states_have_no_gradient(self) -> "TailSettings":
+        if not self.stop_backward and self.cache != "none":
+            raise ValueError("stop_backward is false, so states need their gradient; set cache to 'none' as well")
+        return self
+
+
 class Stage(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     kind: Literal["sft"]
@@ -125,6 +151,7 @@ class Stage(Config):
     """Whether the language-modelling head trains, untied from the input embedding."""
     loss: Literal["answer", "all"] = "answer"
     """Positions that carry a label: the answer's tokens, or all."""
+    tail: TailSettings = TailSettings()
     scale_learning_rate: bool = True
     """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
     trainer: dict[str, Any]

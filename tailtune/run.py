@@ -50,6 +50,13 @@ class Run(Config):
         return self.models_dir / "demo_outputs"
 
     @property
+    def prefix_cache_dir(self) -> Path:
+        """States of frozen layers, shared by all runs: their key decides."""
+        if self.local:
+            return self.workspace_dir.parent.parent / ".prefix_cache"
+        return self.workspace_dir.parent / "prefix_cache"
+
+    @property
     def evaluation_path(self) -> Path:
         return self.workspace_dir / "evaluation.json"
 

@@ -38,7 +38,11 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
             ranks_per_node=resources.ranks_per_node,
             max_restarts=resources.max_restarts,
             shutdown_seconds=resources.shutdown_seconds,
-            environment={"DATA_DIR": str(data_dir), "OUTPUT_DIR": str(run.models_dir)},
+            environment={
+                "DATA_DIR": str(data_dir),
+                "OUTPUT_DIR": str(run.models_dir),
+                "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),
+            },
         )
     )
     return run.best_model_dir

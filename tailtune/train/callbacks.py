@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tailtune.log import log
 
@@ -66,6 +66,18 @@ class Meter:
             with suppress(pynvml.NVMLError):  # slices of a GPU (MIG) report none
                 values["gpu_utilisation_percent"] = float(torch.cuda.utilization())
         return values
+
+
+class Metered:
+    """Mixin of Trainer whose log entries carry throughput and memory, so that every reporter has them."""
+
+    meter: Meter
+    state: TrainerState
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self.meter.read(self.state.num_input_tokens_seen))
+        super().log(logs, start_time)  # type: ignore[misc]
 
 
 def peak_memory_bytes() -> int:

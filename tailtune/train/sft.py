@@ -29,9 +29,10 @@ from tailtune.manifest import publish, sha256_json, write_json
 from tailtune.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.recipe import Recipe, Stage
 from tailtune.split import split_rows
+from tailtune.tail.trainer import TailTrainer, attach
 from tailtune.train import hardware
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
-from tailtune.train.callbacks import LogLines, Meter, StopOnSignal, peak_memory_bytes
+from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.model import export_model, load_model, prepare_tail
 
@@ -46,24 +47,23 @@ class Paths:
     base_model: Path
     output: Path
     """Where `best_model/`, `checkpoints/` and the summaries go."""
+    prefix_cache: Path
+    """Where the states of frozen layers are kept, for this run and others."""
 
     @property
     def checkpoints(self) -> Path:
         return self.output / "checkpoints"
 
 
-class MeteredTrainer(SFTTrainer):
-    """SFTTrainer whose log entries carry throughput and memory, so that every reporter has them."""
-
-    meter: Meter
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            logs.update(self.meter.read(self.state.num_input_tokens_seen))
-        super().log(logs, start_time)
+class WholeTrainer(Metered, SFTTrainer):
+    """The whole model in every step."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's card knows neither the base model nor the data; the report does."""
+
+
+class LastLayersTrainer(Metered, TailTrainer):
+    """The last layers alone, on states that were computed once."""
 
 
 def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
@@ -133,14 +133,26 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         describe(choice, facts, config.max_length, scaled=stage.scale_learning_rate)
 
     saver = MarkComplete(seconds_before=seconds_at(resume))
-    trainer = MeteredTrainer(
+    callbacks = [stop, saver, *([LogLines()] if config.disable_tqdm else [])]
+    whole = WholeTrainer(
         model=model,
         args=config,
         train_dataset=conversations(recipe, train_rows),
         eval_dataset=conversations(recipe, validation_rows),
         processing_class=tokenizer,
-        callbacks=[stop, saver, *([LogLines()] if config.disable_tqdm else [])],
+        callbacks=callbacks,
     )
+    tail = attach(
+        whole,
+        stage.tail,
+        dtype=choice.dtype,
+        cache_dir=paths.prefix_cache,
+        base_model_sha256=key["base_model_sha256"],
+        callbacks=callbacks,
+        trainer_class=LastLayersTrainer,
+    )
+    trainer: WholeTrainer | LastLayersTrainer = tail or whole
+    facts["tail_training"] = tail is not None
     trainer.remove_callback(PrinterCallback)
 
     first_step = step_of(resume) if resume else 0
@@ -187,7 +199,7 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         write_json(paths.output / "training_summary.json", facts)
         # last, because the manifest of best_model/ means that the training is complete
         with publish(paths.output / "best_model", key, {"best_step": state.best_global_step}) as partial:
-            export_model(trainer.model, partial, choice.dtype)
+            export_model(model, partial, choice.dtype)
             tokenizer.save_pretrained(partial)
             (partial / "system_prompt.txt").write_text(recipe.prompt.system, encoding="utf-8")
         log.info(

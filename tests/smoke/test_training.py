@@ -235,8 +235,8 @@ def test_bf16_trains_on_fp32_master_weights_and_saves_bf16(
     assert history["eval"][-1]["eval_loss"] < history["eval"][0]["eval_loss"]
     newest = max((run.models_dir / "checkpoints").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     held = load_file(newest / "model.safetensors")
-    assert held["lm_head.weight"].dtype == torch.float32
-    assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
+    assert {name.split(".")[2] for name in held if ".layers." in name} == {"1", "2"}  # the last layers alone
 
 
 def test_ranks_alone_refuse_another_training_and_count_all_attempts(

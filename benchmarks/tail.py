@@ -1,0 +1,262 @@
+"""Tail training against stock TRL, on the survival data: headline, the five savings, scaling.
+
+    python benchmarks/tail.py --data offline-practical-skills-qa.jsonl                  # 2 CPU cores
+    python benchmarks/tail.py --data … --device cuda --model smollm3-3b                 # one GPU, no network
+
+Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
+start to saved model, by the entry that a cluster uses (`python -m tailtune.train`). Stock variants are timed
+over `--steps` optimizer steps and extrapolated to the whole run, without evaluations, which tail training has.
+Results go to `--output` as JSON, tables to stdout.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+SHAPES: dict[str, dict[str, int]] = {
+    # SmolLM3's proportions; the vocabulary keeps the head's share of the parameters (8 %)
+    "hidden256": {"hidden_size": 256, "intermediate_size": 1376, "num_hidden_layers": 36, "num_attention_heads": 4,
+                  "num_key_value_heads": 1, "vocab_size": 16384},
+    "smollm3-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                   "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256},
+}  # fmt: skip
+TOKENIZER_WORDS = 16384
+EPOCHS = 4
+BATCH, ACCUMULATION = 8, 2
+
+
+# ---- what is measured: each of these runs in a child process ----------------------------------------
+
+
+def prepare(folder: Path, data: Path, shape: str) -> None:
+    """Parquet file, tokenizer trained on the data, random weights of the shape, as a run would leave them."""
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tailtune.manifest import publish
+    from tailtune.parquet import write_parquet
+    from tailtune.prompt import row_answer, row_question
+    from tailtune.recipe import load_recipe, with_overrides
+    from tailtune.small_model import _train_tokenizer
+
+    recipe = with_overrides(load_recipe("survival"), {"model.small.vocab_size": TOKENIZER_WORDS})
+    write_parquet(data, folder / "data", recipe.data)
+    rows = pq.read_table(folder / "data" / "data.parquet").to_pylist()
+    texts = [f"{row_question(recipe.prompt, r)}\n{row_answer(recipe.prompt, r)}" for r in rows]
+    assert recipe.model.small is not None
+    tokenizer = _train_tokenizer(recipe.model.small, texts)
+    config = AutoConfig.for_model("smollm3", **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True,
+                                  pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+                                  eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    torch.manual_seed(0)
+    cuda = torch.cuda.is_available()
+    with torch.device("cuda" if cuda else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
+    with publish(folder / "base", {"shape": shape}, {}) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    print(json.dumps({"parameters": model.num_parameters(), "words": len(tokenizer)}))
+
+
+def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Some optimizer steps of one variant: seconds a step, tokens, counted operations, memory."""
+    import datasets
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers.utils import logging
+    from trl import SFTConfig, SFTTrainer
+
+    from tailtune.prompt import freeze_chat_template
+    from tailtune.recipe import TailSettings, load_recipe, with_overrides
+    from tailtune.split import split_rows
+    from tailtune.tail.trainer import TailTrainer, attach
+    from tailtune.train.model import prepare_tail
+    from tailtune.train.sft import conversations
+
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    baseline = memory()
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    recipe = with_overrides(load_recipe("survival"), spec.get("recipe", {}))
+    stage = recipe.stages[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    freeze_chat_template(tokenizer)
+    train, validation = split_rows(pq.read_table(folder / "data" / "data.parquet"), recipe.data.split_by,
+                                   recipe.data.validation_share, recipe.seed)  # fmt: skip
+    num_rows = train.num_rows
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, device_map="cuda" if cuda else None)
+    if spec.get("tied"):  # the earlier system: the last layers and the head, which is the input embedding too
+        model.requires_grad_(False)
+        for part in (*model.model.layers[-stage.num_trainable_layers :], model.lm_head):
+            part.requires_grad_(True)
+    else:
+        prepare_tail(model, stage)
+    args = SFTConfig(
+        output_dir=str(folder / "steps"), max_steps=spec["steps"] + spec.get("warmup", 2), report_to=[],
+        per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, learning_rate=5e-5,
+        max_grad_norm=1.0, use_cpu=not cuda, bf16=cuda, logging_steps=10_000, save_strategy="no", eval_strategy="no",
+        disable_tqdm=True, dataloader_pin_memory=cuda, seed=recipe.seed,
+        completion_only_loss=stage.loss == "answer", include_num_input_tokens_seen="non_padding",
+        **{"gradient_checkpointing": False, "max_length": 1024, **spec.get("args", {})},
+    )  # fmt: skip
+    clock = Clock(spec.get("warmup", 2), bool(spec.get("flops")))
+    callbacks = [type("Callback", (TrainerCallback,), {"on_step_begin": clock.begin, "on_step_end": clock.end})()]
+    plain = SFTTrainer(model=model, args=args, train_dataset=conversations(recipe, train),
+                       eval_dataset=conversations(recipe, validation), processing_class=tokenizer,
+                       callbacks=callbacks)  # fmt: skip
+    trainer: Any = plain
+    prefix_seconds = 0.0
+    if "tail" in spec:
+        start = time.perf_counter()
+        if not spec.get("keep_cache"):
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        with clock.counting("prefix"):
+            trainer = attach(plain, TailSettings(**spec["tail"]), dtype=dtype, cache_dir=folder / "cache",
+                             base_model_sha256="benchmark", callbacks=callbacks, trainer_class=TailTrainer)  # fmt: skip
+        assert trainer is not None
+        prefix_seconds = time.perf_counter() - start
+    trainer.train()
+    seconds = sum(clock.seconds) / len(clock.seconds)
+    total = math.ceil(num_rows * EPOCHS / (BATCH * ACCUMULATION))
+    flops = clock.flops.get("prefix", 0) + clock.flops.get("step", 0) * total
+    return {
+        "step_seconds": seconds, "prefix_seconds": prefix_seconds, "steps_timed": len(clock.seconds),
+        "total_steps": total, "total_seconds": prefix_seconds + seconds * total, "flops": flops,
+        "tokens_per_second": trainer.state.num_input_tokens_seen / trainer.state.global_step / seconds,
+        "memory": memory() - baseline,
+    }  # fmt: skip
+
+
+class Clock:
+    """Times optimizer steps after some warm-up, and counts the operations of one of the warm-up steps."""
+
+    def __init__(self, warmup: int, flops: bool) -> None:
+        self.warmup, self.count = warmup, flops
+        self.seconds: list[float] = []
+        self.flops: dict[str, int] = {}
+        self.step, self.start = 0, 0.0
+        self.counter: Any = None
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.counter = self.counting("step") if self.count and self.step == self.warmup - 1 else None
+        if self.counter:
+            self.counter.__enter__()
+        self.start = self.now()
+
+    def end(self, *_: Any, **__: Any) -> None:
+        seconds = self.now() - self.start
+        if self.counter:
+            self.counter.__exit__(None, None, None)
+        self.step += 1
+        if self.step > self.warmup:
+            self.seconds.append(seconds)
+
+    def counting(self, name: str) -> Any:
+        """Counts matrix products and attention, as multiply and add, of what runs within."""
+        from contextlib import contextmanager
+
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+        def forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+            return int(sdpa_flop_count(q, k, v))
+
+        def backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+            return int(sdpa_backward_flop_count(g, q, k, v))
+
+        aten = torch.ops.aten
+        mapping = {aten._scaled_dot_product_flash_attention_for_cpu: forward,
+                   aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}  # fmt: skip
+
+        @contextmanager
+        def within() -> Any:
+            with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+                yield
+            self.flops[name] = counter.get_total_flops()
+
+        if not self.count:
+            from contextlib import nullcontext
+
+            return nullcontext()
+        return within()
+
+    @staticmethod
+    def now() -> float:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def memory() -> int:
+    """Peak memory of this process so far: on the GPU where there is one, else resident."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ---- the parent ------------------------------------------------------------------------------------
+
+
+def child(folder: Path, function: str, spec: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", json.dumps([function, str(folder), spec])]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Tail training by its own entry, from process start to saved model."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    overrides = {"stages.0.trainer.eval_strategy": "epoch", "resources.num_nodes": 1, **recipe}
+    parameters = [part for key, value in overrides.items() for part in ("-p", f"{key}={json.dumps(value)}")]
+    log = (folder / "whole.log").open("w")
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tailtune.train", "--recipe", "survival", "--data-dir", str(folder / "data"),
+         "--model-dir", str(folder / "base"), "--output-dir", str(folder / "out"),
+         "--prefix-cache-dir", str(folder / "out" / "cache"), *parameters],
+        stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (folder / "whole.log").read_text()[-4000:]
+    seconds = time.perf_counter() - start
+    summary = json.loads((folder / "out" / "training_summary.json").read_text())
+    return {"seconds": seconds, "peak": usage.ru_maxrss * 1024, "train_seconds": summary["train_seconds"],
+            "best_eval_loss": summary["best_eval_loss"], "log": (folder / "whole.log").read_text()}  # fmt: skip
+
+
+@click.command()
+@click.option("--data", type=click.Path(exists=True, path_type=Path), help="JSON Lines with topic, question, answer.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--model", "shape", type=click.Choice(list(SHAPES)), default="hidden256")
+@click.option("--steps", "num_steps", default=200, help="Steps of the stock variants.")
+@click.option("--folder", type=click.Path(path_type=Path), default="runs/.benchmark")
+@click.option("--part", "parts", multiple=True, default=["headline", "savings"])
+@click.option("--child", "child_spec", hidden=True)
+def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Path, parts: tuple[str, ...],
+         child_spec: str | None) -> None:  # fmt: skip
+    if child_spec:
+        function, where, spec = json.loads(child_spec)
+        if function == "prepare":
+            prepare(Path(where), Path(spec["data"]), spec["shape"])
+        else:
+            print(json.dumps(steps(Path(where), spec)))
+        return
+
+
+if __name__ == "__main__":
+    main()

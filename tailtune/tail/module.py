@@ -1,0 +1,97 @@
+"""What Trainer trains: the last layers and the head, from row numbers to a loss."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from tailtune.errors import UserError
+from tailtune.tail.cache import Prefix
+from tailtune.tail.layout import Layout
+from tailtune.tail.loss import head_loss
+from tailtune.tail.rows import Rows
+from tailtune.tail.split import Split
+
+
+class States(Protocol):
+    """Where a batch's states come from: the cache, or the frozen layers themselves."""
+
+    def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Those of the five that are properties of a step; the cache and the shared prompt lie in the data."""
+
+    packing: bool = True
+    answer_head: bool = True
+
+
+class Tail(nn.Module):
+    """The trainable end of a decoder. A forward takes row numbers and returns a loss.
+
+    Its state dict holds the trainable parameters alone, under the whole model's names: it loads on its
+    own, and it fits into the base model (`graft`).
+    """
+
+    accepts_loss_kwargs = True  # Trainer then hands over the number of labels in the step
+
+    def __init__(self, split: Split, prefix: Prefix, source: States, savings: Savings = Savings()) -> None:
+        super().__init__()
+        self.tail = split.tail
+        self.split, self.prefix, self.source, self.savings = split, prefix, source, savings
+        self.rows: Rows = prefix.rows
+
+    def forward(
+        self, row: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Mean loss over the labels (or sum over `num_items_in_batch`), labels, and rightly predicted ones."""
+        numbers = row.tolist()
+        layout = self.prefix.layout(numbers, padded=not self.savings.packing)
+        hidden = self.split.trained(self.source.states(numbers, layout), layout)
+        targets = self.rows.targets(numbers, layout.offsets)
+        num_labels = targets.weight.sum()
+        index, token, weight = targets.index, targets.token, targets.weight
+        if not self.savings.answer_head:
+            rest = np.setdiff1d(np.arange(len(hidden)), index)
+            index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
+            weight = np.concatenate([weight, np.zeros(len(rest))])
+        weights = None if num_labels == len(index) else weight  # none where all are 1
+        where, tokens = (torch.from_numpy(x).to(hidden.device, non_blocking=True) for x in (index, token))
+        loss, correct = head_loss(
+            hidden.index_select(0, where),
+            self.split.head,
+            tokens,
+            None if weights is None else torch.from_numpy(weights).to(hidden.device, non_blocking=True),
+            self.softcap,
+        )
+        divisor = max(num_labels, 1.0) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": loss / divisor, "num_correct": correct, "num_labels": torch.tensor(num_labels)}
+
+    @property
+    def softcap(self) -> float | None:
+        return getattr(self.split.model.config, "final_logit_softcapping", None)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by their names in the whole model."""
+        return {name: p for name, p in self.split.model.named_parameters() if p.requires_grad}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {name: p.detach() for name, p in self.trainable().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return graft(self.split.model, state_dict)
+
+
+@torch.no_grad()
+def graft(model: nn.Module, trained: Mapping[str, torch.Tensor]) -> Any:
+    """Copy a checkpoint's tensors into the parameters of the same names. Raises UserError when one does not fit."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in trained.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise UserError(f"{name} {tuple(tensor.shape)} does not fit into {type(model).__name__}")
+        parameters[name].copy_(tensor)
+    return nn.modules.module._IncompatibleKeys([], [])

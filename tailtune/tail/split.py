@@ -1,0 +1,84 @@
+"""A decoder cut at its first trainable layer.
+
+The model keeps its configuration, its layers and their indices; nothing is taken out of it. To run the
+frozen part, the forward is stopped behind the last frozen layer. To run the tail, every frozen layer
+answers with the given states. So it works for every architecture that keeps its layers in a list, and
+the model with trained weights is an ordinary one at any time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tailtune.tail.attention import CannotSplit, packed_attention
+from tailtune.tail.layout import Layout
+from tailtune.train.model import decoder_layers
+
+
+class _Reached(Exception):
+    """The forward has come to the cut; carries the states."""
+
+
+class Split:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.layers = decoder_layers(model)
+        self.head = model.get_output_embeddings()
+        self.first = next(
+            (i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())),
+            len(self.layers),
+        )
+        """Index of the first trainable layer."""
+        if self.first == 0:
+            raise CannotSplit("all of its layers train")
+        self.tail = nn.ModuleDict({"layers": nn.ModuleList(self.layers[self.first :]), "head": self.head})
+        """Holds every trainable parameter; the modules are the model's own."""
+        inside = {id(p) for p in self.tail.parameters()}
+        outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise CannotSplit(f"{outside[0]} trains outside the last layers and the head")
+        self._returns_tuple = False
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    def frozen(self, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """States [T, H] that enter the first trainable layer, of packed token ids [1, T]."""
+        handle = self.layers[self.first - 1].register_forward_hook(self._stop)
+        try:
+            with packed_attention(self.model, layout):
+                self.model.base_model(input_ids=ids, position_ids=layout.positions[None], use_cache=False)
+        except _Reached as reached:
+            return reached.args[0][0]
+        finally:
+            handle.remove()
+        raise CannotSplit("its forward does not go through its list of layers")
+
+    def trained(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """States [T, H] that enter the head, of those that enter the first trainable layer."""
+        with packed_attention(self.model, layout), self._answering(states[None]):
+            output = self.model.base_model(
+                inputs_embeds=states[None], position_ids=layout.positions[None], use_cache=False
+            )
+        return output.last_hidden_state[0]
+
+    def _stop(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._returns_tuple = isinstance(output, tuple)
+        raise _Reached(output[0] if self._returns_tuple else output)
+
+    @contextmanager
+    def _answering(self, states: torch.Tensor) -> Iterator[None]:
+        """Within the block, every frozen layer returns `states` whatever it is given."""
+        answer = (states,) if self._returns_tuple else states
+        for layer in self.layers[: self.first]:
+            layer.forward = lambda *args, **kwargs: answer
+        try:
+            yield
+        finally:
+            for layer in self.layers[: self.first]:
+                del layer.forward

@@ -1,0 +1,244 @@
+"""How the tail attaches: TRL prepares rows and arguments, a plain Trainer runs its loop over row numbers."""
+
+import copy
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import Dataset
+from transformers import Trainer
+from trl import SFTTrainer
+
+from tailtune.log import log
+from tailtune.recipe import TailSettings
+from tailtune.tail.attention import CannotSplit
+from tailtune.tail.cache import Cache, Prefix, num_bytes
+from tailtune.tail.check import check_difference, refuse_arguments, refuse_model
+from tailtune.tail.module import Savings, Tail
+from tailtune.tail.placement import place, ranks_on_node
+from tailtune.tail.rows import Rows
+from tailtune.tail.split import Split
+
+MAX_STEP_TOKENS = 16_384
+"""Tokens up to which the micro-batches of a step become one, so that the prompt is computed once."""
+
+
+class RowNumbers(Dataset[dict[str, Any]]):
+    """Row numbers `first` to `last` with their ids and labels, which Trainer counts."""
+
+    def __init__(self, rows: Rows, first: int, last: int) -> None:
+        self.rows, self.first, self.last = rows, first, last
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.first + index
+        return {"row": row, "input_ids": self.rows.ids[row], "labels": self.rows.labels[row]}
+
+
+def collate(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """`row` [n]; all tokens and labels of the rows in one line, for Trainer's counts of tokens and labels."""
+    ids = torch.cat([torch.from_numpy(f["input_ids"]) for f in features])
+    labels = torch.cat([torch.from_numpy(f["labels"][1:]) for f in features])
+    return {"row": torch.tensor([f["row"] for f in features]), "input_ids": ids, "labels": labels,
+            "shift_labels": labels, "attention_mask": torch.ones_like(ids)}  # fmt: skip
+
+
+class TailTrainer(Trainer):
+    """Trainer of a `Tail`. Its log entries carry `mean_token_accuracy` as TRL's do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._counts = torch.zeros(2, device=self.args.device)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        self._counts += torch.stack([outputs["num_correct"], outputs["num_labels"].to(loss)]).to(self._counts)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            correct, labels = self.accelerator.reduce(self._counts).tolist()
+            logs["mean_token_accuracy"] = correct / max(labels, 1.0)
+            self._counts.zero_()
+        super().log(logs, start_time)
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and accuracy per label of the evaluation rows, on the cached states.
+
+        Trainer's own loss is a mean over batches, which depends on their size; this one does not, so
+        batches are as large as a step may be. Each row is evaluated by one rank.
+        """
+        start, args = time.monotonic(), self.args
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        mine = range(dataset.first + args.process_index, dataset.last, args.world_size)
+        size = max(1, MAX_STEP_TOKENS // int(dataset.rows.lengths[dataset.first : dataset.last].max()))
+        sums = torch.zeros(3, dtype=torch.float64, device=args.device)
+        self.model.eval()
+        with autocast(args):
+            for first in range(0, len(mine), size):
+                row = torch.tensor(mine[first : first + size])
+                outputs = self.model(row=row, num_items_in_batch=1)
+                counts = (outputs[name].to(sums) for name in ("loss", "num_correct", "num_labels"))
+                sums += torch.stack(list(counts))
+        loss, correct, labels = self.accelerator.reduce(sums).tolist()
+        metrics = {
+            f"{metric_key_prefix}_loss": loss / max(labels, 1),
+            f"{metric_key_prefix}_mean_token_accuracy": correct / max(labels, 1),
+            f"{metric_key_prefix}_runtime": time.monotonic() - start,
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)  # type: ignore[has-type]
+        return metrics
+
+
+AnyTailTrainer = TypeVar("AnyTailTrainer", bound=TailTrainer)
+
+
+def attach(
+    plain: SFTTrainer,
+    settings: TailSettings,
+    *,
+    dtype: torch.dtype,
+    cache_dir: Path,
+    base_model_sha256: str,
+    callbacks: Sequence[Any],
+    trainer_class: type[AnyTailTrainer],
+) -> AnyTailTrainer | None:
+    """A trainer of the tail for what `plain` has prepared, or None when the plain one has to run.
+
+    Fills the cache. All ranks decide alike; the reason of a refusal is logged as a warning.
+    """
+    if settings.mode == "off":
+        return None
+    rank, world_size = plain.args.process_index, plain.args.world_size
+    reason, tail = None, None
+    try:
+        refuse_model(plain.model)
+        refuse_arguments(plain.args)
+        rows = _rows(plain, share_prompt=settings.shared_prompt)
+        split = Split(plain.model)
+        prefix = Prefix(split, rows, stop_backward=settings.stop_backward)
+        tail = Tail(split, prefix, prefix, Savings(settings.packing, settings.answer_head))
+        with autocast(plain.args):
+            check_difference(tail, prefix, dtype)
+    except CannotSplit as error:
+        reason = str(error)
+    reasons = [reason]
+    broadcast_object_list(reasons)
+    if reasons[0] or reason or tail is None:
+        if rank == 0:
+            log.warning("tail: the whole model runs in every step, because %s", reasons[0] or reason)
+        return None
+    if not settings.stop_backward:
+        plain.model.enable_input_require_grads()
+
+    args, num_train = _arguments(plain.args, rows, len(plain.train_dataset)), len(plain.train_dataset)
+    size = num_bytes(rows, split.hidden_size, dtype)
+    placement = place(
+        settings.cache, size, uses_of_a_row(args, num_train, len(rows) - num_train), directory=cache_dir,
+        num_trainable=sum(p.numel() for p in tail.parameters()), ranks_on_node=ranks_on_node(),
+    )  # fmt: skip
+    placements = [placement]
+    broadcast_object_list(placements)  # ranks may see other free memory
+    placement = placements[0]
+    say = log.info if rank == 0 else log.debug
+    say(
+        "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
+        split.first, len(split.layers), len(rows), sum(map(len, rows.ids)) / len(rows), len(rows.prompt),
+        100 * rows.shares.mean(),
+    )  # fmt: skip
+    if placement.kind != "none":
+        cache = Cache(cache_dir, _cache_key(rows, split, dtype, prefix, base_model_sha256), prefix, dtype)
+        done = _fill(cache, plain, placement.kind, rank, world_size)
+        say("tail: the frozen layers' states %s; kept on %s: %s", done, placement.kind, placement.reason)
+        tail.source = cache
+    else:
+        say("tail: the frozen layers run in every step without gradient: %s", placement.reason)
+    return trainer_class(
+        model=tail,
+        args=args,
+        data_collator=collate,
+        train_dataset=RowNumbers(rows, 0, num_train),
+        eval_dataset=RowNumbers(rows, num_train, len(rows)),
+        callbacks=list(callbacks),
+    )
+
+
+def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
+    """How often an average row enters the tail, in training and in the evaluations."""
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * num_train / per_step)
+    if args.eval_strategy == "steps":
+        evaluations = steps // (args.eval_steps if args.eval_steps >= 1 else max(1, int(args.eval_steps * steps)))
+    else:
+        evaluations = math.ceil(args.num_train_epochs)
+    return (steps * per_step + evaluations * num_eval) / (num_train + num_eval)
+
+
+def _rows(plain: SFTTrainer, *, share_prompt: bool) -> Rows:
+    ids: list[list[int]] = []
+    labels: list[list[int]] = []
+    for dataset in (plain.train_dataset, plain.eval_dataset):
+        columns = dataset[:]
+        ids += columns["input_ids"]
+        labels += columns["labels"]
+    return Rows(ids, labels, share_prompt=share_prompt)
+
+
+def _arguments(args: Any, rows: Rows, num_train: int) -> Any:
+    """The plain trainer's arguments with what the tail needs otherwise."""
+    args = copy.copy(args)
+    args.remove_unused_columns = False
+    args.gradient_checkpointing = args.activation_checkpointing = False  # the backward meets a few layers only
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False
+    together = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if len(rows.prompt) + together * rows.lengths[:num_train].max() <= MAX_STEP_TOKENS:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = together, 1
+    return args
+
+
+def _cache_key(rows: Rows, split: Split, dtype: torch.dtype, prefix: Prefix, base_model_sha256: str) -> dict[str, Any]:
+    """Everything that the states depend on. The token ids stand for tokenizer, template, data and truncation."""
+    ids = hashlib.sha256()
+    for row in rows.ids:
+        ids.update(len(row).to_bytes(8, "little") + row.tobytes())
+    return {
+        "base_model": base_model_sha256,
+        "token_ids": ids.hexdigest(),
+        "prompt_length": len(rows.prompt),
+        "first_layer": split.first,
+        "dtype": str(dtype),
+        "device": prefix.device.type,
+        "torch": torch.__version__,
+    }
+
+
+def _fill(cache: Cache, plain: SFTTrainer, placement: str, rank: int, world_size: int) -> str:
+    """Fill and open the cache; says what was done."""
+    start = time.monotonic()
+    with autocast(plain.args):
+        num_rows = cache.fill(rank, world_size)
+        cache.prefix.prompt_states()
+        cache.load(placement)
+    counts = torch.tensor(num_rows, device=plain.args.device)
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return f"computed for {int(counts)} rows in {time.monotonic() - start:.1f} s" if counts else "were there already"
+
+
+def autocast(args: Any) -> Any:
+    """What Trainer computes a step in."""
+    precision = torch.bfloat16 if args.bf16 else torch.float16
+    return torch.autocast(args.device.type, precision, enabled=args.bf16 or args.fp16)

@@ -1,0 +1,98 @@
+"""Tail training under torchrun: two ranks, killed while the cache is filled, and a second run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_recipe
+from safetensors.torch import load_file
+from tail_runs import furthest, relative
+
+from tailtune.jobs.training import train_stage
+from tailtune.run import Run
+
+FEW = {"stages.0.trainer.max_steps": 8, "stages.0.trainer.logging_steps": 1, "stages.0.trainer.adam_epsilon": 1e-6,
+       "stages.0.scale_learning_rate": False}  # fmt: skip
+
+
+def make(root: Path, name: str, **overrides: Any) -> Run:
+    return Run(name=name, recipe=tiny_recipe(**FEW, **overrides), local=True, data_dir=root / name / "data",
+               models_dir=root / name / "models", workspace_dir=root / name / "workspace")  # fmt: skip
+
+
+def losses(run: Run) -> list[float]:
+    history = json.loads((run.models_dir / "training_history.json").read_text())
+    return [entry["loss"] for entry in history["train"]]
+
+
+@pytest.mark.parametrize("loss", ["answer", "all"])
+def test_two_ranks_train_what_one_rank_and_the_whole_model_do(loss: str, prepared: Path, tmp_path: Path) -> None:
+    one_loss = {"stages.0.loss": loss}
+    runs = [
+        make(tmp_path, "tail", **one_loss),
+        make(tmp_path, "whole", **one_loss, **{"stages.0.tail.mode": "off"}),
+        make(tmp_path, "one", **one_loss, ranks_per_node=1, batch_size=4),
+    ]
+    for run in runs:
+        train_stage(run, prepared / "data", prepared / "base")
+    tail, whole, one = (load_file(run.best_model_dir / "model.safetensors") for run in runs)
+    for other, weights in ((runs[1], whole), (runs[2], one)):
+        assert relative(losses(other), losses(runs[0])) <= 1e-5
+        assert furthest(weights, tail) <= 1e-5
+    summaries = [json.loads((run.models_dir / "training_summary.json").read_text()) for run in runs]
+    assert [s["tail_training"] for s in summaries] == [True, False, True]
+    assert len({s["tokens_seen"] for s in summaries}) == 1
+
+
+def test_a_run_killed_while_it_fills_goes_on_where_it_stopped(prepared: Path, tmp_path: Path) -> None:
+    """The states of the frozen layers that are there already are not computed again; a second run computes none."""
+    command = [sys.executable, "-c", FILL, str(prepared), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env={**environment, "SLOW": "0.5"}, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("cache/*/*.states"))) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    there = len(list(tmp_path.glob("cache/*/*.states")))
+    second, third = (
+        json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+        for _ in range(2)
+    )
+    assert 3 <= there < second["num_shards"]
+    assert second["computed_shards"] == second["num_shards"] - there
+    assert third["computed_shards"] == 0
+
+
+FILL = """
+import itertools, json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from tail_runs import dataset, new_model, new_rows
+from tailtune.tail import cache
+from tailtune.tail.rows import Rows
+from tailtune.tail.split import Split
+from tailtune.train.model import prepare_tail
+
+cache.SHARD_TOKENS = {"cpu": 20}
+model = new_model("llama")
+prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))
+data = dataset(new_rows(60))
+prefix = cache.Prefix(Split(model), Rows(data["input_ids"][:], data["labels"][:]))
+own_states, calls = prefix.own_states, itertools.count()
+def slow(rows):
+    next(calls)
+    time.sleep(float(os.environ.get("SLOW", "0")))
+    return own_states(rows)
+prefix.own_states = slow
+filled = cache.Cache(Path(sys.argv[2]) / "cache", {}, prefix, model.dtype)
+filled.fill()
+print(json.dumps({"num_shards": len(filled.shards), "computed_shards": next(calls)}))
+"""
