@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 SHAPES: dict[str, dict[str, int]] = {
     # SmolLM3's proportions; the vocabulary keeps the head's share of the parameters (8 %)
@@ -32,6 +33,10 @@ SHAPES: dict[str, dict[str, int]] = {
 TOKENIZER_WORDS = 16384
 EPOCHS = 4
 BATCH, ACCUMULATION = 8, 2
+OFF = {"stop_backward": False, "packing": False, "answer_head": False, "cache": "none", "shared_prompt": False}
+"""Tail training with all of its savings switched off."""
+EARLIER = {"tied": True, "recipe": {"stages.0.loss": "all"}, "args": {"gradient_checkpointing": True}}
+"""As the earlier system: dynamic padding, gradient checkpointing, tied head, loss over all tokens."""
 
 
 # ---- what is measured: each of these runs in a child process ----------------------------------------
@@ -90,7 +95,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
     recipe = with_overrides(load_recipe("survival"), spec.get("recipe", {}))
-    stage = recipe.stages[0]
+    stage, accumulation = recipe.stages[0], spec.get("accumulation", ACCUMULATION)
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     freeze_chat_template(tokenizer)
     train, validation = split_rows(pq.read_table(folder / "data" / "data.parquet"), recipe.data.split_by,
@@ -105,7 +110,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         prepare_tail(model, stage)
     args = SFTConfig(
         output_dir=str(folder / "steps"), max_steps=spec["steps"] + spec.get("warmup", 2), report_to=[],
-        per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, learning_rate=5e-5,
+        per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulation, learning_rate=5e-5,
         max_grad_norm=1.0, use_cpu=not cuda, bf16=cuda, logging_steps=10_000, save_strategy="no", eval_strategy="no",
         disable_tqdm=True, dataloader_pin_memory=cuda, seed=recipe.seed,
         completion_only_loss=stage.loss == "answer", include_num_input_tokens_seen="non_padding",
@@ -127,13 +132,15 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
                              base_model_sha256="benchmark", callbacks=callbacks, trainer_class=TailTrainer)  # fmt: skip
         assert trainer is not None
         prefix_seconds = time.perf_counter() - start
+    started = time.time() - psutil.Process().create_time() - prefix_seconds
     trainer.train()
     seconds = sum(clock.seconds) / len(clock.seconds)
-    total = math.ceil(num_rows * EPOCHS / (BATCH * ACCUMULATION))
+    total = math.ceil(num_rows * spec.get("epochs", EPOCHS) / (BATCH * accumulation))
     flops = clock.flops.get("prefix", 0) + clock.flops.get("step", 0) * total
     return {
         "step_seconds": seconds, "prefix_seconds": prefix_seconds, "steps_timed": len(clock.seconds),
-        "total_steps": total, "total_seconds": prefix_seconds + seconds * total, "flops": flops,
+        "total_steps": total, "start_seconds": started, "flops": flops,
+        "total_seconds": started + prefix_seconds + seconds * total,
         "tokens_per_second": trainer.state.num_input_tokens_seen / trainer.state.global_step / seconds,
         "memory": memory() - baseline,
     }  # fmt: skip
@@ -239,6 +246,55 @@ def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
             "best_eval_loss": summary["best_eval_loss"], "log": (folder / "whole.log").read_text()}  # fmt: skip
 
 
+def headline(folder: Path, num_steps: int, results: dict[str, Any]) -> None:
+    """Tail training whole, against the two stock set-ups; a stock step is a micro-batch of 8 rows."""
+    stock = {"steps": num_steps, "accumulation": 1}
+    results["imports"] = child(folder, "imports", {})["memory"]
+    results["whole"] = whole(folder, {})
+    results["tuned"] = child(folder, "steps", stock)
+    results["tuned, padding-free"] = child(
+        folder, "steps", {**stock, "steps": num_steps // 10, "args": {"padding_free": True, "max_length": None}}
+    )
+    results["earlier"] = child(folder, "steps", {**stock, **EARLIER})
+    results["whole, again"] = whole(folder, {})
+
+
+def savings(folder: Path, results: dict[str, Any]) -> None:
+    """Each saving alone, all but one, and all; the same code with all of them off is 1."""
+    on = {name: True for name in OFF} | {"cache": "host"}
+    variants = {"none of them": OFF}
+    variants |= {f"only {name}": {**OFF, name: on[name]} for name in OFF if name != "cache"}
+    variants["only cache"] = {**OFF, "stop_backward": True, "cache": "host"}
+    variants |= {f"all but {name}": {**on, name: OFF[name]} for name in OFF if name != "stop_backward"}
+    variants["all but stop_backward and cache"] = {**on, "stop_backward": False, "cache": "none"}
+    variants["all"] = on
+    results["savings"] = {}
+    for name, tail in variants.items():
+        spec = {"steps": 8 if tail["cache"] == "none" else 40, "tail": tail, "flops": True}
+        results["savings"][name] = child(folder, "steps", spec)
+        print(name, results["savings"][name], file=sys.stderr, flush=True)
+
+
+def tables(results: dict[str, Any]) -> None:
+    if "whole" in results:
+        runs = [results["whole"], results["whole, again"]]
+        best = min(runs, key=lambda run: run["seconds"])
+        print("| way | seconds | tail training = 1 | memory above imports, MiB |\n|---|---:|---:|---:|")
+        memory = (best["peak"] - results["imports"]) / 2**20
+        print(f"| tail training, whole | {best['seconds']:.0f} | 1 | {memory:.0f} |")
+        for name in ("tuned", "tuned, padding-free", "earlier"):
+            one = results[name]
+            print(f"| stock, {name}, {one['steps_timed']} steps of {one['total_steps']} | {one['total_seconds']:.0f} "
+                  f"| {one['total_seconds'] / best['seconds']:.1f} | {one['memory'] / 2**20:.0f} |")  # fmt: skip
+    if "savings" in results:
+        none = results["savings"]["none of them"]
+        print("| savings | seconds | tokens/s | PFLOP | time | operations | share | MiB |\n" + "|---|" + "---:|" * 7)
+        for name, one in results["savings"].items():
+            times, flops = none["total_seconds"] / one["total_seconds"], none["flops"] / one["flops"]
+            print(f"| {name} | {one['total_seconds']:.0f} | {one['tokens_per_second']:.0f} | {one['flops'] / 1e15:.3f} "
+                  f"| {times:.1f} | {flops:.1f} | {times / flops:.2f} | {one['memory'] / 2**20:.0f} |")  # fmt: skip
+
+
 @click.command()
 @click.option("--data", type=click.Path(exists=True, path_type=Path), help="JSON Lines with topic, question, answer.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
@@ -253,9 +309,24 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         function, where, spec = json.loads(child_spec)
         if function == "prepare":
             prepare(Path(where), Path(spec["data"]), spec["shape"])
+        elif function == "imports":
+            import tailtune.train.sft  # noqa: F401
+
+            print(json.dumps({"memory": memory()}))
         else:
             print(json.dumps(steps(Path(where), spec)))
         return
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder.mkdir(parents=True, exist_ok=True)
+    if data is None:
+        raise click.UsageError("--data is missing; give a JSON Lines file with topic, question and answer")
+    results: dict[str, Any] = {"model": child(folder, "prepare", {"data": str(data.resolve()), "shape": shape})}
+    for part in parts:
+        {"headline": lambda: headline(folder, num_steps, results), "savings": lambda: savings(folder, results)}[part]()
+        (folder / "results.json").write_text(json.dumps(results, indent=1))
+    tables(results)
 
 
 if __name__ == "__main__":

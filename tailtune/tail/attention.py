@@ -9,6 +9,7 @@ every architecture that uses them is served, with its own scaling, window and gr
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,24 @@ from transformers import AttentionInterface, PreTrainedModel
 from tailtune.tail.layout import Group, Layout
 
 NAME = "tailtune"
+
+
+@dataclass
+class Queries:
+    """A layer that runs twice: for the keys and values of all tokens, then for some tokens alone."""
+
+    index: torch.Tensor
+    """[K] places in the packed sequence of the tokens whose output is wanted."""
+    keys: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Keys and values of the whole sequence, once they are known."""
+
+
+class KeysKnown(Exception):
+    """Ends the first of the two runs."""
+
+
 _layout: ContextVar[Layout] = ContextVar("layout")
+queries: ContextVar[Queries | None] = ContextVar("queries", default=None)
 
 
 class CannotSplit(Exception):
@@ -58,7 +76,13 @@ def attend(
             raise CannotSplit(f"its attention uses {name}")
     if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise CannotSplit("its attention is not causal" if not dropout else "its attention has dropout")
-    layout = _layout.get()
+    layout, some = _layout.get(), queries.get()
+    if some is not None:
+        if some.keys is None:
+            some.keys = key, value
+            raise KeysKnown
+        key, value = some.keys
+        query = query.new_zeros(*query.shape[:2], key.shape[2], query.shape[3]).index_copy(2, some.index, query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     size = layout.prompt_length
     outputs = []
@@ -77,7 +101,9 @@ def attend(
         out = _attend(q, k, v, size if group.shares else 0, scaling, sliding_window).transpose(1, 2)
         outputs.append(_Scatter.apply(out.flatten(0, 1), group))
     packed = torch.cat(outputs)
-    return (packed if layout.order is None else packed.index_select(0, layout.order))[None], None
+    if layout.order is not None:
+        packed = packed.index_select(0, layout.order)
+    return (packed if some is None else packed.index_select(0, some.index))[None], None
 
 
 def _attend(

@@ -62,11 +62,13 @@ class Prefix:
     def own_states(self, rows: Sequence[int]) -> torch.Tensor:
         """[own tokens, H] states of the rows' own tokens, one row after the other."""
         self.prompt_states()
+        inherited = self.rows.inherited(rows)
         layout = lay_out(len(self.rows.prompt), self.rows.starts[rows], self.rows.lengths[rows], self.device,
-                         has_prompt=False, memory=self._memory)  # fmt: skip
+                         has_prompt=False, inherited=inherited, memory=self._memory)  # fmt: skip
+        new = [self.rows.own(row)[count:] for row, count in zip(rows, inherited, strict=True)]
         with torch.no_grad():
-            ids = own_tokens([self.rows.own(row) for row in rows], self.rows.prompt, layout, self.device)
-            return self.split.frozen(ids, layout)
+            states = self.split.frozen(own_tokens(new, self.rows.prompt, layout, self.device), layout)
+        return states if layout.tokens is None else states.index_select(0, layout.tokens)
 
     def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor:
         """[T, H] states of a batch, computed now."""
@@ -181,8 +183,8 @@ def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:
 
 
 def cut_into_shards(rows: Rows, num_tokens: int) -> list[Shard]:
-    """Rows of similar length together, at most `num_tokens` own tokens a shard or a single row."""
-    order = np.lexsort((rows.lengths, rows.shares))
+    """Rows that begin alike or are of similar length together, at most `num_tokens` own tokens or a single row."""
+    order = rows.families()
     shards, first, total = [], 0, 0
     for place, row in enumerate(order):
         length = int(rows.lengths[row])

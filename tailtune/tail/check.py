@@ -69,13 +69,16 @@ def logit_difference(tail: Tail, prefix: Prefix) -> float:
     sharing, alone = order[rows.shares[order]], order[~rows.shares[order]]
     chosen = sorted({int(r) for r in (*sharing[-1:], *sharing[:1], *alone[-1:])})
     layout = prefix.layout(chosen)
-    hidden = split.trained(prefix.states(chosen, layout), layout)
+    counts = np.minimum(layout.lengths, NUM_POSITIONS)
+    ends = layout.offsets + layout.lengths
+    places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
+    index = torch.from_numpy(places).to(prefix.device)
+    hidden = split.trained(prefix.states(chosen, layout), layout, index)
     squares = [0.0, 0.0]
-    for row, offset, length in zip(chosen, layout.offsets, layout.lengths, strict=True):
-        count = min(NUM_POSITIONS, int(length))
+    for row, states in zip(chosen, hidden.split(counts.tolist()), strict=True):
         ids = torch.from_numpy(rows.ids[row])[None].to(prefix.device)
-        whole = split.model(input_ids=ids, use_cache=False, logits_to_keep=count).logits[0].float()
-        logits = split.head(hidden[offset + length - count : offset + length]).float()
+        whole = split.model(input_ids=ids, use_cache=False, logits_to_keep=len(states)).logits[0].float()
+        logits = split.head(states).float()
         if tail.softcap:
             logits = tail.softcap * (logits / tail.softcap).tanh()
         squares[0] += (logits - whole).square().sum().item()

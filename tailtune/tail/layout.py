@@ -37,6 +37,8 @@ class Layout:
     """[n] place of each row's first own token."""
     lengths: np.ndarray
     """[n] own tokens of each row."""
+    tokens: torch.Tensor | None
+    """[own tokens] the places of all rows' own tokens, where rows inherit some; else they follow one another."""
     positions: torch.Tensor
     """[T] position of each token in its row."""
     groups: tuple[Group, ...]
@@ -53,31 +55,52 @@ def lay_out(
     device: torch.device,
     *,
     has_prompt: bool = True,
+    inherited: np.ndarray | None = None,
     memory: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Layout:
-    """The layout of a batch. `starts` [n] is `prompt_length` for rows that share the prompt, else 0."""
+    """The layout of a batch. `starts` [n] is `prompt_length` for rows that share the prompt, else 0.
+
+    `inherited` [n] own tokens of each row are those of the row before it and stand only once in the
+    sequence. Such a layout is for computing without gradient.
+    """
     head = prompt_length if has_prompt else 0
-    offsets = head + np.cumsum(lengths) - lengths
-    positions = [np.arange(head), *(start + np.arange(n) for start, n in zip(starts, lengths, strict=True))]
+    inherited = np.zeros_like(lengths) if inherited is None else inherited
+    new = lengths - inherited
+    offsets = head + np.cumsum(new) - new
+    positions = [np.arange(head)]
+    tokens: list[np.ndarray] = []  # of each row, the places of its own tokens
+    for start, offset, count, old in zip(starts, offsets, new, inherited, strict=True):
+        positions.append(start + old + np.arange(count))
+        tokens.append(np.concatenate([tokens[-1][:old] if old else offsets[:0], offset + np.arange(count)]))
     groups, places = [], [np.arange(head)]
     for shares in (True, False):
         rows = np.flatnonzero((starts > 0) == shares)
         if len(rows):
-            arrays = _group(offsets[rows], lengths[rows])
+            arrays = _group([tokens[row] for row in rows], inherited[rows])
             places.append(arrays[2])
             groups.append(Group(shares, *(_tensor(array, device) for array in arrays)))
     order = np.argsort(np.concatenate(places)) if len(groups) > 1 else None
-    return Layout(prompt_length, has_prompt, offsets, lengths, _tensor(np.concatenate(positions), device),
-                  tuple(groups), None if order is None else _tensor(order, device), memory)  # fmt: skip
+    return Layout(
+        prompt_length=prompt_length,
+        has_prompt=has_prompt,
+        offsets=offsets,
+        lengths=lengths,
+        tokens=_tensor(np.concatenate(tokens), device) if inherited.any() else None,
+        positions=_tensor(np.concatenate(positions), device),
+        groups=tuple(groups),
+        order=None if order is None else _tensor(order, device),
+        memory=memory,
+    )
 
 
-def _group(offsets: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _group(tokens: list[np.ndarray], inherited: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    lengths = np.array([len(row) for row in tokens])
     column = np.arange(lengths.max())
-    valid = column < lengths[:, None]
-    gather = offsets[:, None] + np.minimum(column, lengths[:, None] - 1)
-    scatter = np.flatnonzero(valid)
-    fill = np.where(valid.ravel(), np.cumsum(valid.ravel()) - 1, len(scatter))
-    return gather, scatter, gather[valid], fill
+    gather = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
+    new = ((column >= inherited[:, None]) & (column < lengths[:, None])).ravel()
+    scatter = np.flatnonzero(new)
+    fill = np.where(new, np.cumsum(new) - 1, len(scatter))
+    return gather, scatter, gather.ravel()[scatter], fill
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

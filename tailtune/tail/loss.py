@@ -45,8 +45,9 @@ class _HeadLoss(torch.autograd.Function):
         wide = torch.promote_types(compute, torch.float32)
         # fp16: the loss is scaled up in the backward only, small gradients would be lost here
         backward = torch.float32 if compute is torch.float16 else compute
-        grads = [torch.zeros_like(x) if x is not None and needed else None
-                 for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]  # fmt: skip
+        wants = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        empty = torch.empty_like if len(hidden) else torch.zeros_like
+        grads = [empty(x) if x is not None and needed else None for x, needed in wants]
         loss, correct = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         with torch.autocast(device, enabled=False):
             matrix = weight.to(compute)
@@ -79,13 +80,12 @@ class _HeadLoss(torch.autograd.Function):
                 grad = probabilities.to(backward)
                 if grads[0] is not None:
                     grads[0][part] = grad @ matrix_backward
-                if grads[1] is not None:
-                    if grad.dtype == grads[1].dtype:
-                        grads[1].addmm_(grad.t(), states.to(backward), beta=float(first > 0))
-                    else:
-                        grads[1] += grad.t() @ states.to(backward)
+                if grads[1] is not None and grad.dtype == grads[1].dtype:
+                    grads[1].addmm_(grad.t(), states.to(backward), beta=float(first > 0))
+                elif grads[1] is not None:
+                    _accumulate(grads[1], grad.t() @ states.to(backward), first)
                 if grads[2] is not None:
-                    grads[2] += grad.sum(0)
+                    _accumulate(grads[2], grad.sum(0), first)
         ctx.grads = grads
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -94,3 +94,8 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None  # the last reference: autograd then keeps these tensors, without a copy
         return *(None if g is None else g.mul_(grad) for g in grads), None, None, None
+
+
+def _accumulate(total: torch.Tensor, part: torch.Tensor, first: int) -> None:
+    """Add a chunk's part; the first chunk overwrites what was in memory."""
+    total.add_(part) if first else total.copy_(part)

@@ -51,25 +51,25 @@ class Tail(nn.Module):
         """Mean loss over the labels (or sum over `num_items_in_batch`), labels, and rightly predicted ones."""
         numbers = row.tolist()
         layout = self.prefix.layout(numbers, padded=not self.savings.packing)
-        hidden = self.split.trained(self.source.states(numbers, layout), layout)
+        states = self.source.states(numbers, layout)
         targets = self.rows.targets(numbers, layout.offsets)
         num_labels = targets.weight.sum()
         index, token, weight = targets.index, targets.token, targets.weight
         if not self.savings.answer_head:
-            rest = np.setdiff1d(np.arange(len(hidden)), index)
+            rest = np.setdiff1d(np.arange(len(states)), index)
             index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
             weight = np.concatenate([weight, np.zeros(len(rest))])
-        weights = None if num_labels == len(index) else weight  # none where all are 1
-        where, tokens = (torch.from_numpy(x).to(hidden.device, non_blocking=True) for x in (index, token))
-        loss, correct = head_loss(
-            hidden.index_select(0, where),
-            self.split.head,
-            tokens,
-            None if weights is None else torch.from_numpy(weights).to(hidden.device, non_blocking=True),
-            self.softcap,
-        )
+        places, again = np.unique(index, return_inverse=True)
+        hidden = self.split.trained(states, layout, None if len(places) == len(states) else self._tensor(places))
+        if len(places) != len(index) or (again[1:] < again[:-1]).any():
+            hidden = hidden.index_select(0, self._tensor(again))
+        weights = None if num_labels == len(index) else self._tensor(weight)  # none where all are 1
+        loss, correct = head_loss(hidden, self.split.head, self._tensor(token), weights, self.softcap)
         divisor = max(num_labels, 1.0) if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / divisor, "num_correct": correct, "num_labels": torch.tensor(num_labels)}
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.prefix.device, non_blocking=True)
 
     @property
     def softcap(self) -> float | None:

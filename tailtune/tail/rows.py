@@ -50,6 +50,23 @@ class Rows:
         """Ids of a row's own tokens."""
         return self.ids[row][self.starts[row] :]
 
+    def families(self) -> np.ndarray:
+        """[N] all rows, those of similar length near each other and those that begin alike side by side."""
+        order = np.array(sorted(range(len(self)), key=lambda row: (self.shares[row], _key(self.own(row)))), np.int64)
+        family = np.cumsum(self.inherited(order.tolist()) == 0)
+        longest = np.zeros(len(self) + 1, np.int64)
+        np.maximum.at(longest, family, self.lengths[order])
+        return order[np.lexsort((np.arange(len(self)), family, longest[family], self.shares[order]))]
+
+    def inherited(self, rows: Sequence[int]) -> np.ndarray:
+        """[n] own tokens that each row has in common with the one before it: the same question, for example."""
+        keys = [_key(self.own(row)) for row in rows]
+        common = [
+            _common_length(a, b) if self.shares[i] == self.shares[j] else 0
+            for (a, b), (i, j) in zip(pairwise(keys), pairwise(rows), strict=True)
+        ]
+        return np.array([0, *common], np.int64)[: len(rows)]
+
     def targets(self, rows: Sequence[int], offsets: np.ndarray) -> Targets:
         """The predictions of a batch; `offsets` are the places of the rows' first own tokens.
 
@@ -80,7 +97,7 @@ def find_shared_prompt(rows: Sequence[np.ndarray]) -> np.ndarray:
     In sorted order the rows that begin alike are neighbours, so this is the largest rectangle under
     the histogram of the neighbours' common lengths. Every sharing row keeps a token of its own.
     """
-    keys = sorted(row.astype(">u4").tobytes() for row in rows)
+    keys = sorted(map(_key, rows))
     common = [_common_length(a, b) for a, b in pairwise(keys)]
     best = (0, 0, 0)  # tokens saved, length, a row
     stack: list[tuple[int, int]] = []  # (first neighbour, length), lengths ascending
@@ -92,6 +109,11 @@ def find_shared_prompt(rows: Sequence[np.ndarray]) -> np.ndarray:
         stack.append((first, length))
     _, length, row = best
     return np.frombuffer(keys[row][: 4 * length] if keys else b"", ">u4").astype(np.int64)
+
+
+def _key(row: np.ndarray) -> bytes:
+    """Bytes that sort as the tokens do."""
+    return row.astype(">u4").tobytes()
 
 
 def _common_length(a: bytes, b: bytes) -> int:

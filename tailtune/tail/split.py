@@ -7,14 +7,16 @@ the model with trained weights is an ordinary one at any time.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from tailtune.tail.attention import CannotSplit, packed_attention
+from tailtune.tail.attention import CannotSplit, KeysKnown, Queries, packed_attention, queries
 from tailtune.tail.layout import Layout
 from tailtune.train.model import decoder_layers
 
@@ -59,12 +61,17 @@ class Split:
             handle.remove()
         raise CannotSplit("its forward does not go through its list of layers")
 
-    def trained(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """States [T, H] that enter the head, of those that enter the first trainable layer."""
-        with packed_attention(self.model, layout), self._answering(states[None]):
-            output = self.model.base_model(
-                inputs_embeds=states[None], position_ids=layout.positions[None], use_cache=False
-            )
+    def trained(self, states: torch.Tensor, layout: Layout, index: torch.Tensor | None = None) -> torch.Tensor:
+        """States that enter the head, of the states [T, H] that enter the first trainable layer.
+
+        Of all tokens [T, H], or of those at `index` alone [K, H]: the last layer then computes keys and
+        values for all, everything else for these.
+        """
+        positions = layout.positions
+        if index is not None and self.first == len(self.layers):  # no layer left to look at other tokens
+            states, positions, index = states.index_select(0, index), positions.index_select(0, index), None
+        with packed_attention(self.model, layout), self._answering(states[None]), self._narrowed(index):
+            output = self.model.base_model(inputs_embeds=states[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
     def _stop(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -82,3 +89,32 @@ class Split:
         finally:
             for layer in self.layers[: self.first]:
                 del layer.forward
+
+    @contextmanager
+    def _narrowed(self, index: torch.Tensor | None) -> Iterator[None]:
+        """Within the block, the last layer returns the states at `index` alone."""
+        if index is None:
+            yield
+            return
+        layer = self.layers[-1]
+        whole = layer.forward
+
+        def pick(value: Any, length: int) -> Any:
+            has_tokens = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length
+            return value.index_select(1, index) if has_tokens else value
+
+        def narrow(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            token = queries.set(Queries(index))
+            try:
+                with suppress(KeysKnown):
+                    whole(hidden, *args, **kwargs)
+                some = tree_map(partial(pick, length=hidden.shape[1]), ((hidden, *args), kwargs))
+                return whole(*some[0], **some[1])
+            finally:
+                queries.reset(token)
+
+        layer.forward = narrow
+        try:
+            yield
+        finally:
+            del layer.forward

@@ -426,12 +426,12 @@ def positions_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slicing the list of layers: each then takes its neighbour's kind of attention and rotation."""
 
-    def shift(self: Split, states: torch.Tensor, layout: Any) -> torch.Tensor:
+    def shift(self: Split, *args: Any) -> torch.Tensor:
         config = self.model.config
         types = config.layer_types
         config.layer_types = [*types[1:], types[0]]
         try:
-            return trained(self, states, layout)
+            return trained(self, *args)
         finally:
             config.layer_types = types
 
