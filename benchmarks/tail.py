@@ -1,6 +1,7 @@
 """Tail training against stock TRL, on the survival data: headline, the five savings, scaling.
 
     python benchmarks/tail.py --data offline-practical-skills-qa.jsonl                  # 2 CPU cores
+    python benchmarks/tail.py --data … --part scaling                                   # curves, docs/tail-scaling.png
     python benchmarks/tail.py --data … --device cuda --model smollm3-3b                 # one GPU, no network
 
 Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
@@ -27,6 +28,9 @@ SHAPES: dict[str, dict[str, int]] = {
     # SmolLM3's proportions; the vocabulary keeps the head's share of the parameters (8 %)
     "hidden256": {"hidden_size": 256, "intermediate_size": 1376, "num_hidden_layers": 36, "num_attention_heads": 4,
                   "num_key_value_heads": 1, "vocab_size": 16384},
+    # for the curves, which take dozens of runs
+    "hidden128": {"hidden_size": 128, "intermediate_size": 688, "num_hidden_layers": 16, "num_attention_heads": 4,
+                  "num_key_value_heads": 1, "vocab_size": 8192},
     "smollm3-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
                    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256},
 }  # fmt: skip
@@ -76,6 +80,7 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
 def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Some optimizer steps of one variant: seconds a step, tokens, counted operations, memory."""
     import datasets
+    import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -100,6 +105,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     freeze_chat_template(tokenizer)
     train, validation = split_rows(pq.read_table(folder / "data" / "data.parquet"), recipe.data.split_by,
                                    recipe.data.validation_share, recipe.seed)  # fmt: skip
+    train = pa.concat_tables([numbered(train, i) for i in range(spec.get("times_rows", 1))])
     num_rows = train.num_rows
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, device_map="cuda" if cuda else None)
     if spec.get("tied"):  # the earlier system: the last layers and the head, which is the input embedding too
@@ -137,13 +143,49 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     seconds = sum(clock.seconds) / len(clock.seconds)
     total = math.ceil(num_rows * spec.get("epochs", EPOCHS) / (BATCH * accumulation))
     flops = clock.flops.get("prefix", 0) + clock.flops.get("step", 0) * total
+    source = trainer.model.source if "tail" in spec else None
     return {
+        "flops_of": clock.flops, "fill_seconds": getattr(source, "fill_seconds", 0.0),
         "step_seconds": seconds, "prefix_seconds": prefix_seconds, "steps_timed": len(clock.seconds),
         "total_steps": total, "start_seconds": started, "flops": flops,
         "total_seconds": started + prefix_seconds + seconds * total,
         "tokens_per_second": trainer.state.num_input_tokens_seen / trainer.state.global_step / seconds,
-        "memory": memory() - baseline,
+        "memory": memory() - baseline, "num_rows": num_rows,
+        "prompt_share": prompt_share(trainer) if "tail" in spec else None,
+        "source": type(source).__name__,
     }  # fmt: skip
+
+
+def ceiling() -> float:
+    """Operations per second of the device's matrix product, in the precision of the runs: what MFU is a share of."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    size = 8192 if cuda else 2048
+    a, b = (torch.randn(size, size, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else None)
+            for _ in range(2))  # fmt: skip
+    best = math.inf
+    for _ in range(20):
+        start = Clock.now()
+        torch.mm(a, b)
+        best = min(best, Clock.now() - start)
+    return 2 * size**3 / best
+
+
+def prompt_share(trainer: Any) -> float:
+    """Share of all tokens that are a shared prompt's."""
+    rows = trainer.model.rows
+    return float(rows.starts.sum() / sum(map(len, rows.ids)))
+
+
+def numbered(rows: Any, number: int) -> Any:
+    """The same rows with other questions, so that they share no more than their prompt."""
+    if number == 0:
+        return rows
+    import pyarrow as pa
+
+    questions = pa.array([f"{number}. {text}" for text in rows["full-question"].to_pylist()])
+    return rows.set_column(rows.column_names.index("full-question"), "full-question", questions)
 
 
 class Clock:
@@ -242,11 +284,12 @@ def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     assert status == 0, (folder / "whole.log").read_text()[-4000:]
     seconds = time.perf_counter() - start
     summary = json.loads((folder / "out" / "training_summary.json").read_text())
-    return {"seconds": seconds, "peak": usage.ru_maxrss * 1024, "train_seconds": summary["train_seconds"],
+    peak = summary["peak_memory_bytes"] if summary["hardware"]["device"] != "cpu" else usage.ru_maxrss * 1024
+    return {"seconds": seconds, "peak": peak, "train_seconds": summary["train_seconds"],
             "best_eval_loss": summary["best_eval_loss"], "log": (folder / "whole.log").read_text()}  # fmt: skip
 
 
-def headline(folder: Path, num_steps: int, results: dict[str, Any]) -> None:
+def headline(folder: Path, num_steps: int, device: str, results: dict[str, Any]) -> None:
     """Tail training whole, against the two stock set-ups; a stock step is a micro-batch of 8 rows."""
     stock = {"steps": num_steps, "accumulation": 1}
     results["imports"] = child(folder, "imports", {})["memory"]
@@ -257,11 +300,15 @@ def headline(folder: Path, num_steps: int, results: dict[str, Any]) -> None:
     )
     results["earlier"] = child(folder, "steps", {**stock, **EARLIER})
     results["whole, again"] = whole(folder, {})
+    tail = {"tail": {"cache": "gpu" if device == "cuda" else "host"}}
+    results["ceiling"] = child(folder, "ceiling", {})["flops_per_second"]
+    results["counted"] = child(folder, "steps", {**tail, "steps": 1, "flops": True})
+    results["timed"] = child(folder, "steps", {**tail, "steps": 60})
 
 
 def savings(folder: Path, results: dict[str, Any]) -> None:
     """Each saving alone, all but one, and all; the same code with all of them off is 1."""
-    on = {name: True for name in OFF} | {"cache": "host"}
+    on: dict[str, Any] = dict.fromkeys(OFF, True) | {"cache": "host"}
     variants = {"none of them": OFF}
     variants |= {f"only {name}": {**OFF, name: on[name]} for name in OFF if name != "cache"}
     variants["only cache"] = {**OFF, "stop_backward": True, "cache": "host"}
@@ -275,6 +322,66 @@ def savings(folder: Path, results: dict[str, Any]) -> None:
         print(name, results["savings"][name], file=sys.stderr, flush=True)
 
 
+def scaling(folder: Path, results: dict[str, Any]) -> None:
+    """Rows, trainable layers and prompt share, each with cache, without it, and on the whole model by TRL."""
+    ways = {"cached": {"tail": {"cache": "host"}, "steps": 30}, "on the fly": {"tail": {"cache": "none"}, "steps": 12},
+            "whole": {"steps": 6}}  # fmt: skip
+    prompt = (
+        "Answer thoroughly and step by step, put safety warnings first, say when to call for professional help, and "
+        "offer more than one way where there is one, because you teach rather than being brief. "
+    )
+    sweeps: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+        "rows": [(n, {"times_rows": n}) for n in (1, 4, 16)],
+        "trainable layers": [(n, {"recipe": {"stages.0.num_trainable_layers": n}}) for n in (1, 2, 4, 8)],
+        "prompt share": [(n, {"recipe": {"prompt.system": (prompt * 20)[:n]}}) for n in (1, 150, 500, 1100, 2800)],
+    }
+    results["scaling"] = {
+        sweep: [
+            {"at": at, **{way: child(folder, "steps", {**settings, **changes}) for way, settings in ways.items()}}
+            for at, changes in points
+        ]
+        for sweep, points in sweeps.items()
+    }
+
+
+def plot(scaling: dict[str, Any], path: Path) -> None:
+    """Seconds of a run against each of the four, one curve a way; written for light and dark pages alike."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
+    base = scaling["trainable layers"][1]
+    epochs = (1, 2, 4, 8)
+    curves: dict[str, tuple[list[float], dict[str, list[float]]]] = {}
+    for sweep, points in scaling.items():
+        share = sweep == "prompt share"
+        x = [100 * p["cached"]["prompt_share"] if share else p["at"] for p in points]
+        curves[sweep] = x, {way: [p[way]["total_seconds"] for p in points] for way in ("whole", "on the fly", "cached")}
+    curves["epochs"] = (
+        list(epochs),
+        {way: [run_seconds(base[way], number) for number in epochs] for way in ("whole", "on the fly", "cached")},
+    )
+    for axis, (name, (x, ways)) in zip(axes, curves.items(), strict=True):
+        for (way, y), style in zip(ways.items(), ("s-", "^-", "o-"), strict=True):
+            axis.plot(x, y, style, label={"whole": "TRL, whole model"}.get(way, f"tail, {way}"))
+        axis.set(title=f"{name}, %" if name == "prompt share" else name, yscale="log", ylim=(5, None))
+        if name != "prompt share":
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(x, [f"{value}×" if name == "rows" else str(value) for value in x])
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds of a run")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def run_seconds(one: dict[str, Any], epochs: int) -> float:
+    """Seconds of a run of so many epochs, from what was measured for EPOCHS."""
+    steps = one["total_steps"] * epochs / EPOCHS
+    return float(one["start_seconds"] + one["prefix_seconds"] + steps * one["step_seconds"])
+
+
 def tables(results: dict[str, Any]) -> None:
     if "whole" in results:
         runs = [results["whole"], results["whole, again"]]
@@ -286,6 +393,28 @@ def tables(results: dict[str, Any]) -> None:
             one = results[name]
             print(f"| stock, {name}, {one['steps_timed']} steps of {one['total_steps']} | {one['total_seconds']:.0f} "
                   f"| {one['total_seconds'] / best['seconds']:.1f} | {one['memory'] / 2**20:.0f} |")  # fmt: skip
+    if "ceiling" in results:
+        timed, counted = results["timed"], results["counted"]["flops_of"]
+        seconds = {"prefix": timed["fill_seconds"], "step": timed["step_seconds"]}
+        print(f"\nMatrix product: {results['ceiling'] / 1e12:.2f} TFLOP/s.", end=" ")
+        for phase, one in seconds.items():
+            print(f"{phase}: {one:.3f} s, {counted[phase] / 1e12:.2f} TFLOP, "
+                  f"{100 * counted[phase] / one / results['ceiling']:.0f} % of it.", end=" ")  # fmt: skip
+        print()
+    if "scaling" in results:
+        print("| sweep | at | TRL, whole model, s | on the fly, s | cached, s | whole / cached |\n|---|" + "---:|" * 5)
+        for sweep, points in results["scaling"].items():
+            for point in points:
+                seconds = [point[way]["total_seconds"] for way in ("whole", "on the fly", "cached")]
+                share = point["cached"]["prompt_share"]
+                at = f"{100 * share:.0f} %" if sweep == "prompt share" else point["at"]
+                print(f"| {sweep} | {at} |", " | ".join(f"{value:.0f}" for value in seconds),
+                      f"| {seconds[0] / seconds[2]:.1f} |")  # fmt: skip
+        base = results["scaling"]["trainable layers"][1]
+        for epochs in (1, 2, 4, 8):
+            seconds = [run_seconds(base[way], epochs) for way in ("whole", "on the fly", "cached")]
+            print(f"| epochs | {epochs} |", " | ".join(f"{value:.0f}" for value in seconds),
+                  f"| {seconds[0] / seconds[2]:.1f} |")  # fmt: skip
     if "savings" in results:
         none = results["savings"]["none of them"]
         print("| savings | seconds | tokens/s | PFLOP | time | operations | share | MiB |\n" + "|---|" + "---:|" * 7)
@@ -301,7 +430,13 @@ def tables(results: dict[str, Any]) -> None:
 @click.option("--model", "shape", type=click.Choice(list(SHAPES)), default="hidden256")
 @click.option("--steps", "num_steps", default=200, help="Steps of the stock variants.")
 @click.option("--folder", type=click.Path(path_type=Path), default="runs/.benchmark")
-@click.option("--part", "parts", multiple=True, default=["headline", "savings"])
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    default=["headline", "savings"],
+    type=click.Choice(["headline", "savings", "scaling"]),
+)
 @click.option("--child", "child_spec", hidden=True)
 def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Path, parts: tuple[str, ...],
          child_spec: str | None) -> None:  # fmt: skip
@@ -309,6 +444,8 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         function, where, spec = json.loads(child_spec)
         if function == "prepare":
             prepare(Path(where), Path(spec["data"]), spec["shape"])
+        elif function == "ceiling":
+            print(json.dumps({"flops_per_second": ceiling()}))
         elif function == "imports":
             import tailtune.train.sft  # noqa: F401
 
@@ -324,7 +461,14 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         raise click.UsageError("--data is missing; give a JSON Lines file with topic, question and answer")
     results: dict[str, Any] = {"model": child(folder, "prepare", {"data": str(data.resolve()), "shape": shape})}
     for part in parts:
-        {"headline": lambda: headline(folder, num_steps, results), "savings": lambda: savings(folder, results)}[part]()
+        if part == "headline":
+            headline(folder, num_steps, device, results)
+        elif part == "savings":
+            savings(folder, results)
+        else:
+            results["model"] = child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
+            scaling(folder, results)
+            plot(results["scaling"], Path(__file__).resolve().parent.parent / "docs" / "tail-scaling.png")
         (folder / "results.json").write_text(json.dumps(results, indent=1))
     tables(results)
 

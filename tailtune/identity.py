@@ -28,6 +28,8 @@ def training_key(recipe: Recipe, data_dir: Path, model_dir: Path) -> dict[str, A
 def training_settings(recipe: Recipe) -> dict[str, Any]:
     """What the trained weights depend on, of a recipe."""
     settings = recipe.model_dump(mode="json", include={"seed", "model", "prompt", "stages", "hardware"})
+    for stage in settings["stages"]:  # its other settings change how the same weights are computed
+        stage["tail"] = stage["tail"]["mode"]
     settings["split"] = [recipe.data.split_by, recipe.data.validation_share]
     settings["world_size"] = recipe.resources.num_nodes * recipe.resources.ranks_per_node
     return settings

@@ -95,15 +95,20 @@ def attend(
         assert layout.memory is not None
         prompt = layout.memory[module]
     for group in layout.groups:
-        q, k, v = (_Gather.apply(x[0].transpose(0, 1), group).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (_gather(x[0].transpose(0, 1), group).transpose(1, 2) for x in (query, key, value))
         if group.shares:
             k, v = (torch.cat([p.expand(len(x), -1, -1, -1), x], 2) for p, x in zip(prompt, (k, v), strict=True))
         out = _attend(q, k, v, size if group.shares else 0, scaling, sliding_window).transpose(1, 2)
-        outputs.append(_Scatter.apply(out.flatten(0, 1), group))
+        outputs.append(out.flatten(0, 1).index_select(0, group.scatter))
     packed = torch.cat(outputs)
     if layout.order is not None:
         packed = packed.index_select(0, layout.order)
     return (packed if some is None else packed.index_select(0, some.index))[None], None
+
+
+def _gather(packed: torch.Tensor, group: Group) -> torch.Tensor:
+    """[T, heads, size] → [n, width, heads, size]."""
+    return packed.index_select(0, group.gather.flatten()).unflatten(0, group.gather.shape)
 
 
 def _attend(
@@ -115,40 +120,15 @@ def _attend(
     """
     n, heads, width, size = query.shape
     shared_by = heads // key.shape[1]
+    if offset == 0 and window is None:  # plain causal attention, without a mask in memory
+        key, value = (x.repeat_interleave(shared_by, 1) for x in (key, value))
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     where = offset + torch.arange(width, device=query.device)[:, None]
     distance = where - torch.arange(key.shape[2], device=query.device)
     allowed = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     folded = query.reshape(n, key.shape[1], shared_by * width, size)
     mask = allowed.repeat(shared_by, 1)
     return scaled_dot_product_attention(folded, key, value, mask, scale=scaling).reshape(n, heads, width, -1)
-
-
-class _Gather(torch.autograd.Function):
-    """[T, heads, size] → [n, width, heads, size]. Pads carry no gradient, so the backward is a gather too."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ctx.length = group, len(packed)
-        return packed.index_select(0, group.gather.flatten()).unflatten(0, group.gather.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        packed = grad.new_zeros(ctx.length, *grad.shape[2:])
-        return packed.index_copy_(0, ctx.group.places, grad.flatten(0, 1).index_select(0, ctx.group.scatter)), None
-
-
-class _Scatter(torch.autograd.Function):
-    """[n * width, heads, size] → [tokens of the group, heads, size], without the pads."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return padded.index_select(0, group.scatter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with_zero = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        return with_zero.index_select(0, ctx.group.fill), None
 
 
 AttentionInterface.register(NAME, attend)

@@ -8,7 +8,9 @@ missing or broken is computed, by the rank whose share it is. There is nothing e
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from accelerate.utils import gather_object
 
+from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import sha256_json, write_json
 from tailtune.tail.layout import Layout, lay_out, own_tokens
@@ -109,34 +113,48 @@ class Cache:
             for row, first in zip(shard.rows, np.cumsum([0, *self.rows.lengths[shard.rows][:-1]]), strict=True)
         }
         self._loaded: list[torch.Tensor] = []
+        self.fill_seconds = 0.0
 
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.rows, self.prefix.split.hidden_size, self.dtype)
+    def missing_bytes(self) -> int:
+        """Size of the shards that are not there."""
+        return sum(self._num_bytes(i) for i in range(len(self.shards)) if not self._path(i).is_file())
+
+    def _num_bytes(self, i: int) -> int:
+        return self.shards[i].num_tokens * self.prefix.split.hidden_size * self.dtype.itemsize
 
     def fill(self, rank: int = 0, world_size: int = 1) -> int:
         """Compute this rank's share of what is missing, wait for the others'; the number of rows computed."""
-        if rank == 0:
-            remove_unused(self.root, self.directory)
-            write_json(self.directory / "key.json", self.key)
-            os.utime(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        mine = range(rank, len(self.shards), world_size)
-        missing = [i for i in mine if not self._is_whole(i)]
-        said, num_rows = time.monotonic(), 0
+        if rank == 0:
+            write_json(self.directory / "key.json", self.key)
+            self.touch()
+            remove_unused(self.root, self.directory)
+        missing = [i for i in range(rank, len(self.shards), world_size) if not self._is_whole(i)]
+        if dist.is_initialized():  # what an earlier attempt left may be uneven
+            missing = sorted(gather_object(missing))[rank::world_size]
+        start = said = time.monotonic()
+        num_rows = 0
         for done, i in enumerate(missing):
             self._write(i, self.prefix.own_states(self.shards[i].rows.tolist()))
             num_rows += len(self.shards[i].rows)
             if rank == 0 and time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 log.info("tail: frozen layers, %d %% of this rank's rows", 100 * (done + 1) // len(missing))
+        self.fill_seconds = time.monotonic() - start
         if dist.is_initialized():
             dist.barrier()
         return num_rows
 
+    def touch(self) -> None:
+        """Say that the cache is in use."""
+        os.utime(self.directory)
+
     def load(self, placement: str) -> None:
         """Open the shards: `gpu` and `host` copy them into memory, `disk` maps the files."""
         for i, shard in enumerate(self.shards):
+            if not self._path(i).is_file():
+                raise UserError(f"{self._path(i)} was written by another rank and is not seen by this one; set "
+                                "--prefix-cache-dir to a directory that all ranks share")  # fmt: skip
             count = shard.num_tokens * self.prefix.split.hidden_size
             states = torch.from_file(str(self._path(i)), shared=False, size=count, dtype=self.dtype)
             states = states.view(shard.num_tokens, -1)
@@ -156,11 +174,12 @@ class Cache:
         return self.directory / f"{i:06d}.states"
 
     def _checksum(self, i: int, content: bytes | memoryview) -> bytes:
-        return xxhash.xxh64(content, seed=self._seed ^ i).digest()
+        """Of the content; another key or other rows give another one."""
+        return xxhash.xxh64(content, seed=self._seed ^ xxhash.xxh64_intdigest(self.shards[i].rows.tobytes())).digest()
 
     def _is_whole(self, i: int) -> bool:
         """Whether the shard is there in full and is this cache's own. Reads it once."""
-        num_bytes = self.shards[i].num_tokens * self.prefix.split.hidden_size * self.dtype.itemsize
+        num_bytes = self._num_bytes(i)
         path = self._path(i)
         if not path.is_file() or path.stat().st_size != num_bytes + DIGEST_BYTES:
             return False
@@ -168,9 +187,9 @@ class Cache:
         return self._checksum(i, content[:num_bytes]) == content[num_bytes:]
 
     def _write(self, i: int, states: torch.Tensor) -> None:
-        assert len(states) == self.shards[i].num_tokens
-        content = states.to(self.dtype).contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
-        temporary = self._path(i).with_suffix(f".{os.getpid()}.partial")
+        assert len(states) == self.shards[i].num_tokens and states.dtype == self.dtype
+        content = states.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
+        temporary = self._path(i).with_suffix(f".{uuid.uuid4().hex}.partial")  # other runs may fill it too
         with temporary.open("wb") as file:
             file.write(content)
             file.write(self._checksum(i, content))
@@ -185,19 +204,26 @@ def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:
 def cut_into_shards(rows: Rows, num_tokens: int) -> list[Shard]:
     """Rows that begin alike or are of similar length together, at most `num_tokens` own tokens or a single row."""
     order = rows.families()
-    shards, first, total = [], 0, 0
+    shards, first, total, longest = [], 0, 0, 0
     for place, row in enumerate(order):
         length = int(rows.lengths[row])
-        if total and total + length > num_tokens:
+        longest = max(longest, length)
+        if total and (total + length > num_tokens or attended(rows, place - first + 1, longest) > 32 * num_tokens):
             shards.append(Shard(order[first:place], total))
-            first, total = place, 0
+            first, total, longest = place, 0, length
         total += length
     return [*shards, Shard(order[first:], total)] if len(order) else []
+
+
+def attended(rows: Rows, num_rows: int, longest: int) -> int:
+    """Keys that attention holds for so many rows, padded to the longest."""
+    return num_rows * (len(rows.prompt) + longest)
 
 
 def remove_unused(root: Path, keep: Path) -> None:
     """Delete caches that no run has started with for a week."""
     for directory in root.glob("*/"):
-        age = time.time() - directory.stat().st_mtime
-        if directory != keep and (directory / "key.json").is_file() and age > KEEP_SECONDS:
-            shutil.rmtree(directory, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another run deletes it at the same time
+            age = time.time() - directory.stat().st_mtime
+            if directory != keep and (directory / "key.json").is_file() and age > KEEP_SECONDS:
+                shutil.rmtree(directory, ignore_errors=True)

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tailtune.tail.attention import CannotSplit
-from tailtune.tail.cache import Prefix
 from tailtune.tail.module import Tail
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -16,8 +15,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 Right splits differ by 1e-6 in fp32; every error of the kind that makes no sound gives more than 0.1.
 """
 NUM_POSITIONS = 32
+RANDOM = ("dropout", "pdrop", "layerdrop", "jitter_noise")
+"""How settings end that make a row's states differ every time."""
 UNKNOWN_ARGUMENTS = ("neftune_noise_alpha", "label_smoothing_factor", "use_liger_kernel", "torch_compile", "deepspeed",
-                     "fsdp")  # fmt: skip
+                     "fsdp", "bf16_full_eval", "fp16_full_eval")  # fmt: skip
 """Arguments that change states or loss in ways that the tail does not compute."""
 
 
@@ -29,7 +30,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise CannotSplit(f"the attention of {type(model).__name__} cannot be replaced")
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop", "layerdrop")) and not name.startswith("classifier") and value:
+        if value and name.endswith(RANDOM) and not name.startswith("classifier"):
             raise CannotSplit(f"{name} is {value}, so a row's states differ every time")
     if module := next((name for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p), None):
         raise CannotSplit(f"{module} drops states at random")
@@ -58,16 +59,19 @@ def refuse_arguments(args: Any) -> None:
 
 
 @torch.no_grad()
-def logit_difference(tail: Tail, prefix: Prefix) -> float:
-    """Relative root-mean-square difference of tail and whole model in the logits of up to three rows.
+def logit_difference(tail: Tail) -> float:
+    """Relative root-mean-square difference of tail and whole model in the logits of two to six rows.
 
-    The longest row that shares the prompt, the shortest, and the longest that does not: so windows,
-    positions and both kinds of rows are met.
+    Two rows that begin most alike, the longest and the shortest that share the prompt, and of those
+    that do not: so windows, positions, neighbours and all kinds of rows are met.
     """
-    rows, split = prefix.rows, prefix.split
+    prefix, rows, split = tail.prefix, tail.rows, tail.split
     order = np.argsort(rows.lengths, kind="stable")
     sharing, alone = order[rows.shares[order]], order[~rows.shares[order]]
-    chosen = sorted({int(r) for r in (*sharing[-1:], *sharing[:1], *alone[-1:])})
+    family = rows.families()
+    alike = int(rows.inherited(family.tolist()).argmax())
+    pair = family[max(alike - 1, 0) : alike + 1]
+    chosen = list(dict.fromkeys(map(int, (*pair, *sharing[-1:], *sharing[:1], *alone[-1:], *alone[:1]))))
     layout = prefix.layout(chosen)
     counts = np.minimum(layout.lengths, NUM_POSITIONS)
     ends = layout.offsets + layout.lengths
@@ -77,7 +81,9 @@ def logit_difference(tail: Tail, prefix: Prefix) -> float:
     squares = [0.0, 0.0]
     for row, states in zip(chosen, hidden.split(counts.tolist()), strict=True):
         ids = torch.from_numpy(rows.ids[row])[None].to(prefix.device)
-        whole = split.model(input_ids=ids, use_cache=False, logits_to_keep=len(states)).logits[0].float()
+        whole = (
+            split.model(input_ids=ids, use_cache=False, logits_to_keep=len(states)).logits[0, -len(states) :].float()
+        )
         logits = split.head(states).float()
         if tail.softcap:
             logits = tail.softcap * (logits / tail.softcap).tanh()
@@ -86,8 +92,8 @@ def logit_difference(tail: Tail, prefix: Prefix) -> float:
     return float(np.sqrt(squares[0] / max(squares[1], 1e-30)))
 
 
-def check_difference(tail: Tail, prefix: Prefix, dtype: torch.dtype) -> None:
+def check_difference(tail: Tail, dtype: torch.dtype) -> None:
     """Raise CannotSplit when the tail does not compute what the whole model does."""
-    difference = logit_difference(tail, prefix)
+    difference = logit_difference(tail)
     if not difference <= TOLERANCE.get(dtype, 0.05):
         raise CannotSplit(f"its tail and the whole model differ by {difference:.1e} in their logits")

@@ -21,10 +21,6 @@ class Group:
     """[n, width] places in the packed sequence; the row's last token again where the row is shorter."""
     scatter: torch.Tensor
     """[tokens of the group] places in [n * width] of the group's tokens."""
-    places: torch.Tensor
-    """[tokens of the group] their places in the packed sequence."""
-    fill: torch.Tensor
-    """[n * width] places in [tokens of the group], or that number itself at a pad."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def lay_out(
     """The layout of a batch. `starts` [n] is `prompt_length` for rows that share the prompt, else 0.
 
     `inherited` [n] own tokens of each row are those of the row before it and stand only once in the
-    sequence. Such a layout is for computing without gradient.
+    sequence.
     """
     head = prompt_length if has_prompt else 0
     inherited = np.zeros_like(lengths) if inherited is None else inherited
@@ -76,9 +72,9 @@ def lay_out(
     for shares in (True, False):
         rows = np.flatnonzero((starts > 0) == shares)
         if len(rows):
-            arrays = _group([tokens[row] for row in rows], inherited[rows])
-            places.append(arrays[2])
-            groups.append(Group(shares, *(_tensor(array, device) for array in arrays)))
+            gather, scatter = _group([tokens[row] for row in rows], inherited[rows])
+            places.append(gather.ravel()[scatter])
+            groups.append(Group(shares, _tensor(gather, device), _tensor(scatter, device)))
     order = np.argsort(np.concatenate(places)) if len(groups) > 1 else None
     return Layout(
         prompt_length=prompt_length,
@@ -93,14 +89,12 @@ def lay_out(
     )
 
 
-def _group(tokens: list[np.ndarray], inherited: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _group(tokens: list[np.ndarray], inherited: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(row) for row in tokens])
     column = np.arange(lengths.max())
     gather = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
-    new = ((column >= inherited[:, None]) & (column < lengths[:, None])).ravel()
-    scatter = np.flatnonzero(new)
-    fill = np.where(new, np.cumsum(new) - 1, len(scatter))
-    return gather, scatter, gather.ravel()[scatter], fill
+    new = (column >= inherited[:, None]) & (column < lengths[:, None])
+    return gather, np.flatnonzero(new)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

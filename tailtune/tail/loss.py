@@ -25,7 +25,10 @@ def head_loss(
     computed in the autocast precision where autocast is on, and made fp32 (fp64 stays) before the
     softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma 2 does.
     """
-    loss, correct = _HeadLoss.apply(hidden, head.weight, head.bias, tokens, weights, softcap)
+    inputs = hidden, head.weight, head.bias
+    if not torch.is_grad_enabled():  # the function would compute gradients that nobody asks for
+        inputs = tuple(x if x is None else x.detach() for x in inputs)
+    loss, correct = _HeadLoss.apply(*inputs, tokens, weights, softcap)
     return loss, correct
 
 
@@ -45,9 +48,11 @@ class _HeadLoss(torch.autograd.Function):
         wide = torch.promote_types(compute, torch.float32)
         # fp16: the loss is scaled up in the backward only, small gradients would be lost here
         backward = torch.float32 if compute is torch.float16 else compute
-        wants = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         empty = torch.empty_like if len(hidden) else torch.zeros_like
-        grads = [empty(x) if x is not None and needed else None for x, needed in wants]
+        grads = [
+            empty(x, dtype=torch.promote_types(x.dtype, backward)) if x is not None and needed else None
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
         loss, correct = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         with torch.autocast(device, enabled=False):
             matrix = weight.to(compute)

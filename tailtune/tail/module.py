@@ -1,7 +1,6 @@
 """What Trainer trains: the last layers and the head, from row numbers to a loss."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from tailtune.errors import UserError
+from tailtune.recipe import TailSettings
 from tailtune.tail.cache import Prefix
 from tailtune.tail.layout import Layout
 from tailtune.tail.loss import head_loss
@@ -22,14 +22,6 @@ class States(Protocol):
     def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class Savings:
-    """Those of the five that are properties of a step; the cache and the shared prompt lie in the data."""
-
-    packing: bool = True
-    answer_head: bool = True
-
-
 class Tail(nn.Module):
     """The trainable end of a decoder. A forward takes row numbers and returns a loss.
 
@@ -39,23 +31,25 @@ class Tail(nn.Module):
 
     accepts_loss_kwargs = True  # Trainer then hands over the number of labels in the step
 
-    def __init__(self, split: Split, prefix: Prefix, source: States, savings: Savings = Savings()) -> None:
+    def __init__(self, prefix: Prefix, settings: TailSettings) -> None:
         super().__init__()
-        self.tail = split.tail
-        self.split, self.prefix, self.source, self.savings = split, prefix, source, savings
+        self.tail = prefix.split.tail
+        self.prefix, self.settings = prefix, settings
+        self.split: Split = prefix.split
         self.rows: Rows = prefix.rows
+        self.source: States = prefix
 
     def forward(
         self, row: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **_: Any
     ) -> dict[str, torch.Tensor]:
         """Mean loss over the labels (or sum over `num_items_in_batch`), labels, and rightly predicted ones."""
         numbers = row.tolist()
-        layout = self.prefix.layout(numbers, padded=not self.savings.packing)
+        layout = self.prefix.layout(numbers, padded=not self.settings.packing)
         states = self.source.states(numbers, layout)
         targets = self.rows.targets(numbers, layout.offsets)
         num_labels = targets.weight.sum()
         index, token, weight = targets.index, targets.token, targets.weight
-        if not self.savings.answer_head:
+        if not self.settings.answer_head:
             rest = np.setdiff1d(np.arange(len(states)), index)
             index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
             weight = np.concatenate([weight, np.zeros(len(rest))])
@@ -63,10 +57,10 @@ class Tail(nn.Module):
         hidden = self.split.trained(states, layout, None if len(places) == len(states) else self._tensor(places))
         if len(places) != len(index) or (again[1:] < again[:-1]).any():
             hidden = hidden.index_select(0, self._tensor(again))
-        weights = None if num_labels == len(index) else self._tensor(weight)  # none where all are 1
+        weights = None if (weight == 1).all() else self._tensor(weight)
         loss, correct = head_loss(hidden, self.split.head, self._tensor(token), weights, self.softcap)
-        divisor = max(num_labels, 1.0) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": loss / divisor, "num_correct": correct, "num_labels": torch.tensor(num_labels)}
+        divisor = torch.as_tensor(num_labels if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
+        return {"loss": loss / divisor.to(loss), "num_correct": correct, "num_labels": torch.tensor(num_labels)}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.prefix.device, non_blocking=True)
@@ -83,6 +77,8 @@ class Tail(nn.Module):
         return {name: p.detach() for name, p in self.trainable().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if missing := self.trainable().keys() - state_dict.keys():
+            raise UserError(f"the checkpoint lacks {min(missing)}; train again from the start")
         return graft(self.split.model, state_dict)
 
 

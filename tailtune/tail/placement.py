@@ -4,17 +4,22 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 import torch
 
+from tailtune.errors import UserError
+
 Kind = Literal["gpu", "host", "disk", "none"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MIN_USES = 1.2
 """Uses of an average row, from which on it pays to store its states: a store costs a write and a read."""
 SHARE_OF_FREE = 0.5
-ADAM_BYTES = 12
-"""Gradient and two moments in fp32, of a trainable parameter."""
+SHARE_OF_DISK = 0.9
+"""The rest is for checkpoints."""
+OPTIMIZER_BYTES = 20
+"""Of a trainable parameter: two moments, gradient, DDP's copy of it, the head's gradient as it is made; all fp32."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,15 @@ class Placement:
 
 
 def place(
-    wanted: str, num_bytes: int, uses: float, *, directory: Path, num_trainable: int, ranks_on_node: int
+    wanted: str,
+    num_bytes: int,
+    uses: float,
+    *,
+    missing_bytes: int,
+    directory: Path,
+    num_trainable: int,
+    ranks_on_node: int,
+    device: torch.device,
 ) -> Placement:
     """The first of GPU memory, host memory and the volume that has room; none when rows are not used again.
 
@@ -34,15 +47,18 @@ def place(
     size = f"{num_bytes / 1e9:.2f} GB"
     if wanted == "none":
         return Placement("none", "as the recipe says")
+    if wanted == "gpu" and device.type != "cuda":
+        raise UserError("the stage's tail.cache is gpu, but training runs on the CPU; set it to auto, host or disk")
     free_disk = shutil.disk_usage(existing(directory)).free
-    if num_bytes > free_disk:
+    if missing_bytes > SHARE_OF_DISK * free_disk:
         return Placement("none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}")
     if wanted != "auto":
         return Placement(wanted, "as the recipe says")  # type: ignore[arg-type]
-    if uses < MIN_USES:
+    if missing_bytes and uses < MIN_USES:
         return Placement("none", f"a row is used {uses:.1f} times")
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0] - ADAM_BYTES * num_trainable
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for itself counts as taken
+        free = torch.cuda.mem_get_info()[0] - OPTIMIZER_BYTES * num_trainable
         if num_bytes <= SHARE_OF_FREE * free:
             return Placement("gpu", f"{size} of {free / 1e9:.1f} GB free GPU memory")
     free = free_host_bytes()
@@ -57,7 +73,9 @@ def free_host_bytes() -> int:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        used -= int(statistics["inactive_file"])  # page cache, which gives way
+    except (OSError, ValueError, KeyError):
         return free  # no control group of version 2
     return free if limit == "max" else min(free, max(0, int(limit) - used))
 

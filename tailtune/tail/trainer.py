@@ -10,18 +10,20 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
+import transformers
+from accelerate.utils import gather_object
 from torch.utils.data import Dataset
 from transformers import Trainer
 from trl import SFTTrainer
 
 from tailtune.log import log
+from tailtune.manifest import RESULTS_VERSION
 from tailtune.recipe import TailSettings
 from tailtune.tail.attention import CannotSplit
-from tailtune.tail.cache import Cache, Prefix, num_bytes
+from tailtune.tail.cache import Cache, Prefix, attended, num_bytes
 from tailtune.tail.check import check_difference, refuse_arguments, refuse_model
-from tailtune.tail.module import Savings, Tail
-from tailtune.tail.placement import place, ranks_on_node
+from tailtune.tail.module import Tail
+from tailtune.tail.placement import KINDS, place, ranks_on_node
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
 
@@ -48,15 +50,18 @@ def collate(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     ids = torch.cat([torch.from_numpy(f["input_ids"]) for f in features])
     labels = torch.cat([torch.from_numpy(f["labels"][1:]) for f in features])
     return {"row": torch.tensor([f["row"] for f in features]), "input_ids": ids, "labels": labels,
-            "shift_labels": labels, "attention_mask": torch.ones_like(ids)}  # fmt: skip
+            "attention_mask": torch.ones_like(ids)}  # fmt: skip
 
 
 class TailTrainer(Trainer):
     """Trainer of a `Tail`. Its log entries carry `mean_token_accuracy` as TRL's do."""
 
+    facts: dict[str, Any]
+    """For the run's summary: what is frozen and shared, where the states are, seconds to compute them."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._counts = torch.zeros(2, device=self.args.device)
+        self._counts = torch.zeros(2, device=self.args.device, dtype=torch.float64)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -82,7 +87,8 @@ class TailTrainer(Trainer):
         start, args = time.monotonic(), self.args
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         mine = range(dataset.first + args.process_index, dataset.last, args.world_size)
-        size = max(1, MAX_STEP_TOKENS // int(dataset.rows.lengths[dataset.first : dataset.last].max()))
+        longest = int(dataset.rows.lengths[dataset.first : dataset.last].max())
+        size = max(1, min(MAX_STEP_TOKENS // longest, 32 * MAX_STEP_TOKENS // attended(dataset.rows, 1, longest)))
         sums = torch.zeros(3, dtype=torch.float64, device=args.device)
         self.model.eval()
         with autocast(args):
@@ -97,6 +103,8 @@ class TailTrainer(Trainer):
             f"{metric_key_prefix}_mean_token_accuracy": correct / max(labels, 1),
             f"{metric_key_prefix}_runtime": time.monotonic() - start,
         }
+        if isinstance(self.model.source, Cache):
+            self.model.source.touch()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
@@ -121,7 +129,7 @@ def attach(
     """
     if settings.mode == "off":
         return None
-    rank, world_size = plain.args.process_index, plain.args.world_size
+    rank = plain.args.process_index
     reason, tail = None, None
     try:
         refuse_model(plain.model)
@@ -129,29 +137,46 @@ def attach(
         rows = _rows(plain, share_prompt=settings.shared_prompt)
         split = Split(plain.model)
         prefix = Prefix(split, rows, stop_backward=settings.stop_backward)
-        tail = Tail(split, prefix, prefix, Savings(settings.packing, settings.answer_head))
+        tail = Tail(prefix, settings)
         with autocast(plain.args):
-            check_difference(tail, prefix, dtype)
+            check_difference(tail, dtype)
     except CannotSplit as error:
         reason = str(error)
-    reasons = [reason]
-    broadcast_object_list(reasons)
-    if reasons[0] or reason or tail is None:
+    except Exception as error:  # an architecture that nobody has tried; the whole model may still train
+        reason = f"its split fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    reason = next(filter(None, gather_object([reason])), None)  # one rank's reason is every rank's
+    if reason or tail is None:
         if rank == 0:
-            log.warning("tail: the whole model runs in every step, because %s", reasons[0] or reason)
+            log.warning("tail: the whole model runs in every step, because %s", reason)
         return None
     if not settings.stop_backward:
         plain.model.enable_input_require_grads()
 
-    args, num_train = _arguments(plain.args, rows, len(plain.train_dataset)), len(plain.train_dataset)
-    size = num_bytes(rows, split.hidden_size, dtype)
+    num_train = len(plain.train_dataset)
+    args = _arguments(plain.args, rows, num_train)
+    with autocast(plain.args):
+        states_dtype = prefix.own_states([0]).dtype
+    key = _cache_key(rows, split, f"{dtype} {states_dtype}", base_model_sha256)
+    cache = Cache(cache_dir, key, prefix, states_dtype)
     placement = place(
-        settings.cache, size, uses_of_a_row(args, num_train, len(rows) - num_train), directory=cache_dir,
-        num_trainable=sum(p.numel() for p in tail.parameters()), ranks_on_node=ranks_on_node(),
-    )  # fmt: skip
-    placements = [placement]
-    broadcast_object_list(placements)  # ranks may see other free memory
-    placement = placements[0]
+        settings.cache,
+        num_bytes(rows, split.hidden_size, states_dtype),
+        uses_of_a_row(args, num_train, len(rows) - num_train),
+        missing_bytes=cache.missing_bytes(),
+        directory=cache_dir,
+        num_trainable=plain.model.num_parameters(only_trainable=True),
+        ranks_on_node=ranks_on_node(),
+        device=prefix.device,
+    )
+    placement = max(gather_object([placement]), key=lambda p: KINDS.index(p.kind))  # ranks may see other free memory
+    facts: dict[str, Any] = {
+        "num_frozen_layers": split.first,
+        "num_layers": len(split.layers),
+        "prompt_tokens": len(rows.prompt),
+        "prompt_shared_by": float(rows.shares.mean()),
+        "states": placement.kind,
+        "fill_seconds": 0.0,
+    }
     say = log.info if rank == 0 else log.debug
     say(
         "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
@@ -159,13 +184,12 @@ def attach(
         100 * rows.shares.mean(),
     )  # fmt: skip
     if placement.kind != "none":
-        cache = Cache(cache_dir, _cache_key(rows, split, dtype, prefix, base_model_sha256), prefix, dtype)
-        done = _fill(cache, plain, placement.kind, rank, world_size)
+        done = _fill(cache, plain, placement.kind)
         say("tail: the frozen layers' states %s; kept on %s: %s", done, placement.kind, placement.reason)
-        tail.source = cache
+        tail.source, facts["fill_seconds"] = cache, cache.fill_seconds
     else:
         say("tail: the frozen layers run in every step without gradient: %s", placement.reason)
-    return trainer_class(
+    trainer = trainer_class(
         model=tail,
         args=args,
         data_collator=collate,
@@ -173,16 +197,17 @@ def attach(
         eval_dataset=RowNumbers(rows, num_train, len(rows)),
         callbacks=list(callbacks),
     )
+    trainer.facts = facts
+    return trainer
 
 
 def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
     """How often an average row enters the tail, in training and in the evaluations."""
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * num_train / per_step)
-    if args.eval_strategy == "steps":
+    evaluations = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(args.eval_strategy.value)
+    if evaluations is None:
         evaluations = steps // (args.eval_steps if args.eval_steps >= 1 else max(1, int(args.eval_steps * steps)))
-    else:
-        evaluations = math.ceil(args.num_train_epochs)
     return (steps * per_step + evaluations * num_eval) / (num_train + num_eval)
 
 
@@ -204,12 +229,17 @@ def _arguments(args: Any, rows: Rows, num_train: int) -> Any:
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False
     together = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if len(rows.prompt) + together * rows.lengths[:num_train].max() <= MAX_STEP_TOKENS:
+    # what the profile allows the whole model is more than enough for the tail
+    limit = min(MAX_STEP_TOKENS, args.per_device_train_batch_size * (args.max_length or MAX_STEP_TOKENS))
+    fits = len(rows.prompt) + together * rows.lengths[:num_train].max() <= limit
+    # with several ranks, an epoch's last step is filled up to whole batches: others, when batches are larger
+    same = args.world_size == 1 or num_train % (together * args.world_size) == 0
+    if fits and same and not args.dataloader_drop_last:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = together, 1
     return args
 
 
-def _cache_key(rows: Rows, split: Split, dtype: torch.dtype, prefix: Prefix, base_model_sha256: str) -> dict[str, Any]:
+def _cache_key(rows: Rows, split: Split, precision: str, base_model_sha256: str) -> dict[str, Any]:
     """Everything that the states depend on. The token ids stand for tokenizer, template, data and truncation."""
     ids = hashlib.sha256()
     for row in rows.ids:
@@ -219,17 +249,19 @@ def _cache_key(rows: Rows, split: Split, dtype: torch.dtype, prefix: Prefix, bas
         "token_ids": ids.hexdigest(),
         "prompt_length": len(rows.prompt),
         "first_layer": split.first,
-        "dtype": str(dtype),
-        "device": prefix.device.type,
+        "precision": precision,
+        "device": split.head.weight.device.type,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "version": RESULTS_VERSION,
     }
 
 
-def _fill(cache: Cache, plain: SFTTrainer, placement: str, rank: int, world_size: int) -> str:
+def _fill(cache: Cache, plain: SFTTrainer, placement: str) -> str:
     """Fill and open the cache; says what was done."""
     start = time.monotonic()
     with autocast(plain.args):
-        num_rows = cache.fill(rank, world_size)
+        num_rows = cache.fill(plain.args.process_index, plain.args.world_size)
         cache.prefix.prompt_states()
         cache.load(placement)
     counts = torch.tensor(num_rows, device=plain.args.device)

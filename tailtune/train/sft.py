@@ -152,7 +152,11 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         trainer_class=LastLayersTrainer,
     )
     trainer: WholeTrainer | LastLayersTrainer = tail or whole
-    facts["tail_training"] = tail is not None
+    facts["tail_training"] = tail.facts if tail else None
+    facts["hardware"] |= {
+        name: getattr(trainer.args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    }
+    saver.seconds_before += tail.facts["fill_seconds"] if tail else 0.0
     trainer.remove_callback(PrinterCallback)
 
     first_step = step_of(resume) if resume else 0

@@ -119,6 +119,7 @@ def report_data() -> ReportData:
             "best_eval_loss": 2.468,
             "peak_memory_bytes": 21_474_836_480,
             "resumed_from_steps": [160],
+            "tail_training": {"num_frozen_layers": 34, "num_layers": 36, "states": "gpu", "fill_seconds": 2.0},
             "hardware": {
                 "profile": "h200",
                 "device": "NVIDIA H200",

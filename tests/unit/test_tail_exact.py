@@ -118,6 +118,15 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     assert furthest(whole.weights, tail.weights) <= 1e-5
 
 
+def test_micro_batches_that_do_not_fit_into_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailtune.tail.trainer.MAX_STEP_TOKENS", 100)
+    case = Case("llama", accumulation=4)
+    whole, tail = train_whole(case), train(case, tmp_path, tail=True)
+    assert tail.trainer.args.gradient_accumulation_steps == 4
+    assert relative(whole.losses, tail.losses) <= 1e-5
+    assert furthest(whole.weights, tail.weights) <= 1e-5
+
+
 def test_interrupted_and_resumed(tmp_path: Path) -> None:
     """A checkpoint holds the tail alone, and training goes on from it as if nothing had been."""
     from safetensors.torch import load_file

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_recipe
 from tail_runs import ARCHITECTURES, Case, attach_tail, dataset, new_model, new_rows, prepare, train_whole
 
 from tailtune.errors import UserError
+from tailtune.identity import training_settings
+from tailtune.recipe import TailSettings
 from tailtune.tail import attention, cache, check, placement
 from tailtune.tail.attention import CannotSplit
 from tailtune.tail.cache import Cache, Prefix, cut_into_shards
@@ -96,6 +99,13 @@ def test_the_loss_of_an_impossible_token_is_finite_and_right() -> None:
         head.weight.copy_(torch.tensor([[0.0], [200.0], [-200.0]]))
     loss, _ = head_loss(torch.ones(1, 1), head, torch.tensor([2]))
     assert loss.item() == pytest.approx(400.0)
+
+
+def test_evaluation_computes_no_gradient_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, hidden = torch.nn.Linear(4, 9), torch.randn(5, 4)
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: pytest.fail("a gradient is made"))
+    with torch.no_grad():
+        head_loss(hidden, head, torch.arange(5))
 
 
 def test_the_loss_of_nothing_is_zero() -> None:
@@ -299,15 +309,29 @@ def test_placement(
     assert found.kind == expected and reason in found.reason
 
 
-@pytest.mark.parametrize(("free", "expected"), [(20 * GB, "gpu"), (7 * GB, "host")])
+@pytest.mark.parametrize(("free", "expected"), [(20 * GB, "gpu"), (9 * GB, "host")])
 def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
     free: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 24 * GB))
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
-    found = placement.place("auto", GB, 4.0, directory=tmp_path, num_trainable=419_000_000, ranks_on_node=1)
+    found = placement.place("auto", GB, 4.0, directory=tmp_path, num_trainable=419_000_000, ranks_on_node=1,
+                            missing_bytes=GB, device=torch.device("cuda"))  # fmt: skip
     assert found.kind == expected
+
+
+def test_states_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    found = placement.place("auto", GB, 1.0, missing_bytes=0, directory=tmp_path, num_trainable=1, ranks_on_node=1,
+                            device=torch.device("cpu"))  # fmt: skip
+    assert found.kind in ("host", "disk")
+
+
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tail\.cache is gpu, but training runs on the CPU; set it to auto"):
+        placement.place("gpu", GB, 4.0, missing_bytes=GB, directory=tmp_path, num_trainable=1, ranks_on_node=1,
+                        device=torch.device("cpu"))  # fmt: skip
 
 
 # ---- when not to -----------------------------------------------------------------------------------
@@ -371,6 +395,18 @@ def test_arguments_that_the_tail_does_not_compute(
     assert reason in caplog.text
 
 
+def test_a_split_that_fails_is_a_reason_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("rope")
+
+    _, plain = prepare(Case("llama"), tmp_path, [])
+    monkeypatch.setattr(plain.model.model.layers[3].self_attn, "forward", fail)
+    assert attach_tail(plain, tmp_path, []) is None
+    assert "its split fails with KeyError: 'rope'" in caplog.text
+
+
 def test_nothing_frozen_is_nothing_to_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, plain = prepare(Case("llama", num_layers=4), tmp_path, [])
     assert attach_tail(plain, tmp_path, []) is None
@@ -423,6 +459,15 @@ def positions_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "lay_out", restart)
 
 
+def rows_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over the packed sequence as if it were one row."""
+
+    def attend(module: Any, q: Any, k: Any, v: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
+        return attention._attend(q, k, v, 0, scaling, None).transpose(1, 2), None
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, attend)
+
+
 def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slicing the list of layers: each then takes its neighbour's kind of attention and rotation."""
 
@@ -453,19 +498,29 @@ def test_errors_without_a_sound_are_found_before_training(
     assert "differ by" in caplog.text
 
 
+def test_rows_without_a_prompt_are_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, plain = prepare(Case("llama", shared=0.0), tmp_path, [])
+    assert attach_tail(plain, tmp_path, []) is not None
+    rows_that_see_each_other(monkeypatch)
+    assert attach_tail(plain, tmp_path, []) is None
+    assert "differ by" in caplog.text
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_right_split_is_far_below_the_tolerance(architecture: str) -> None:
     model = new_model(architecture)
     prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
     prefix = Prefix(Split(model), make_rows(shared=0.7))
-    assert check.logit_difference(Tail(prefix.split, prefix, prefix), prefix) < 1e-5
+    assert check.logit_difference(Tail(prefix, TailSettings())) < 1e-5
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     model, base = new_model("gpt_neox"), new_model("gpt_neox")
     prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
-    tail = Tail(Split(model), Prefix(Split(model), make_rows()), None)  # type: ignore[arg-type]
+    tail = Tail(Prefix(Split(model), make_rows()), TailSettings())
     with torch.no_grad():
         for parameter in tail.parameters():
             parameter.add_(1)
@@ -474,3 +529,17 @@ def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     assert torch.equal(base(ids).logits, model(ids).logits)
     with pytest.raises(UserError, match=r"embed_out.nonsense .* does not fit into GPTNeoXForCausalLM"):
         graft(base, {"embed_out.nonsense": torch.ones(1)})
+
+
+def test_how_the_states_are_kept_may_change_between_attempts() -> None:
+    """After running out of memory, say; whether the tail trains alone may not: its checkpoints are others."""
+    one, disk, off = (
+        training_settings(tiny_recipe(**{f"stages.0.tail.{key}": value}))
+        for key, value in (("cache", "auto"), ("cache", "disk"), ("mode", "off"))
+    )
+    assert one == disk != off
+
+
+def test_states_without_gradient_cannot_be_kept() -> None:
+    with pytest.raises(UserError, match=r"stop_backward is false, so states need their gradient; set cache to 'none'"):
+        tiny_recipe(**{"stages.0.tail.stop_backward": False})
