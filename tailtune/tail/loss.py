@@ -25,9 +25,9 @@ def head_loss(
     computed in the autocast precision where autocast is on, and made fp32 (fp64 stays) before the
     softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma 2 does.
     """
-    inputs = hidden, head.weight, head.bias
+    inputs: list[torch.Tensor | None] = [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # the function would compute gradients that nobody asks for
-        inputs = tuple(x if x is None else x.detach() for x in inputs)
+        inputs = [x if x is None else x.detach() for x in inputs]
     loss, correct = _HeadLoss.apply(*inputs, tokens, weights, softcap)
     return loss, correct
 
