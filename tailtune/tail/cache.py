@@ -1,16 +1,16 @@
 """The states of all rows at the cut, computed once: shards on a volume, read from there or from memory.
 
-A shard holds the own tokens of rows of similar length. It is written under another name, ends in a
-checksum seeded with the cache's key, and gets its name last: what is there in full is right, what is
-missing or broken is computed, by the rank whose share it is. There is nothing else to keep in step.
+A shard holds the own tokens of rows that begin alike or are of similar length. It is written under
+another name, ends in a checksum seeded with the cache's key, and gets its name last: what is there in
+full is right, what is missing or broken is computed. There is nothing else to keep in step.
 """
 
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,12 @@ class Cache:
 
     def fill(self, rank: int = 0, world_size: int = 1) -> int:
         """Compute this rank's share of what is missing, wait for the others'; the number of rows computed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            write_json(self.directory / "key.json", self.key)
-            self.touch()
-            remove_unused(self.root, self.directory)
+        with self._writing():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                write_json(self.directory / "key.json", self.key)
+                self.touch()
+                remove_unused(self.root, self.directory)
         missing = [i for i in range(rank, len(self.shards), world_size) if not self._is_whole(i)]
         if dist.is_initialized():  # what an earlier attempt left may be uneven
             missing = sorted(gather_object(missing))[rank::world_size]
@@ -190,10 +191,24 @@ class Cache:
         assert len(states) == self.shards[i].num_tokens and states.dtype == self.dtype
         content = states.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
         temporary = self._path(i).with_suffix(f".{uuid.uuid4().hex}.partial")  # other runs may fill it too
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.write(self._checksum(i, content))
-        temporary.replace(self._path(i))
+        with self._writing():
+            try:
+                with temporary.open("wb") as file:
+                    file.write(content)
+                    file.write(self._checksum(i, content))
+                temporary.replace(self._path(i))
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"the frozen layers' states cannot be written to {self.directory}: {error.strerror}; give "
+                "--prefix-cache-dir a directory with room, or set the stage's tail.cache to none"
+            ) from None
 
 
 def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:

@@ -47,7 +47,7 @@ class Split:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[1])
+        return int(self.model.config.get_text_config().hidden_size)
 
     def frozen(self, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
         """States [T, H] that enter the first trainable layer, of packed token ids [1, T]."""

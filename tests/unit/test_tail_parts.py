@@ -1,5 +1,6 @@
 """The parts of tail training: rows and their prompt, loss, cache, placement, refusals."""
 
+import errno
 import itertools
 import json
 import os
@@ -207,6 +208,29 @@ def test_a_damaged_shard_is_computed_again(damage: Callable[[Path], None], make_
     again = make_cache()
     assert again.fill() == len(again.shards[0].rows)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("moment", ["before the first shard", "at a shard"])
+def test_a_volume_that_cannot_be_written_is_named(
+    moment: str, make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = make_cache()
+    if moment == "at a shard":
+        replace = Path.replace
+
+        def fail(self: Path, target: Path) -> Path:
+            if target.name == "000001.states":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", fail)
+    else:
+        full.root.write_text("a file in the directory's place")
+    with pytest.raises(
+        UserError, match=r"states cannot be written to .*; give --prefix-cache-dir a directory with room"
+    ):
+        full.fill()
+    assert not list(full.root.glob("*/*.partial"))
 
 
 def test_a_foreign_cache_is_never_used(make_cache: Callable[..., Cache]) -> None:
