@@ -23,6 +23,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from tailtune.recipe import TailSettings
+from tailtune.tail.rows import Rows
 from tailtune.tail.trainer import TailTrainer, attach
 from tailtune.train.model import prepare_tail
 
@@ -87,6 +88,12 @@ def new_rows(
 def dataset(rows: list[tuple[list[int], list[int]]], loss: str = "answer") -> datasets.Dataset:
     labels = [([-100] * len(q) if loss == "answer" else q) + a for q, a in rows]
     return datasets.Dataset.from_dict({"input_ids": [q + a for q, a in rows], "labels": labels})
+
+
+def tail_rows(**kwargs: Any) -> Rows:
+    """Twenty rows as the tail sees them."""
+    data = dataset(new_rows(20, **kwargs))
+    return Rows(data["input_ids"][:], data["labels"][:])
 
 
 @dataclass(frozen=True)
