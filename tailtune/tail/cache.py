@@ -106,7 +106,7 @@ class Cache:
         digest = sha256_json(key)
         self.root, self.directory, self.key = directory, directory / digest[:16], key
         self._seed = int(digest[:16], 16)
-        self.shards = cut_into_shards(self.rows, SHARD_TOKENS.get(prefix.device.type, 16384))
+        self.shards = cut_into_shards(self.rows, tokens_at_once(prefix.device))
         self._where = {
             int(row): (i, first, first + int(self.rows.lengths[row]))
             for i, shard in enumerate(self.shards)
@@ -209,6 +209,11 @@ class Cache:
                 f"the frozen layers' states cannot be written to {self.directory}: {error.strerror}; give "
                 "--prefix-cache-dir a directory with room, or set the stage's tail.cache to none"
             ) from None
+
+
+def tokens_at_once(device: torch.device) -> int:
+    """Own tokens that a device computes without gradient in one go."""
+    return SHARD_TOKENS.get(device.type, 16384)
 
 
 def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:

@@ -13,8 +13,12 @@ from tailtune.errors import UserError
 
 Kind = Literal["gpu", "host", "disk", "none"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MIN_USES = 1.2
-"""Uses of an average row, from which on it pays to store its states: a store costs a write and a read."""
+MIN_USES = 0.8
+"""Uses of an average row, from which on it pays to store its states.
+
+Less than one, because all rows together take less time than batches of rows that meet at random: larger
+products, and rows that begin alike are computed once (BENCHMARKS.md).
+"""
 SHARE_OF_FREE = 0.5
 SHARE_OF_DISK = 0.9
 """The rest is for checkpoints."""

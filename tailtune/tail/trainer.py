@@ -20,7 +20,7 @@ from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION
 from tailtune.recipe import TailSettings
 from tailtune.tail.attention import CannotSplit
-from tailtune.tail.cache import Cache, Prefix, attended, num_bytes
+from tailtune.tail.cache import Cache, Prefix, attended, num_bytes, tokens_at_once
 from tailtune.tail.check import check_difference, refuse_arguments, refuse_model
 from tailtune.tail.module import Tail
 from tailtune.tail.placement import KINDS, place, ranks_on_node
@@ -82,13 +82,14 @@ class TailTrainer(Trainer):
         """Loss and accuracy per label of the evaluation rows, on the cached states.
 
         Trainer's own loss is a mean over batches, which depends on their size; this one does not, so
-        batches are as large as a step may be. Each row is evaluated by one rank.
+        batches are as large as the cache's shards. Each row is evaluated by one rank.
         """
         start, args = time.monotonic(), self.args
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         mine = range(dataset.first + args.process_index, dataset.last, args.world_size)
         longest = int(dataset.rows.lengths[dataset.first : dataset.last].max())
-        size = max(1, min(MAX_STEP_TOKENS // longest, 32 * MAX_STEP_TOKENS // attended(dataset.rows, 1, longest)))
+        limit = tokens_at_once(args.device)
+        size = max(1, min(limit // longest, 32 * limit // attended(dataset.rows, 1, longest)))
         sums = torch.zeros(3, dtype=torch.float64, device=args.device)
         self.model.eval()
         with autocast(args):

@@ -5,6 +5,7 @@ the recipe's and never changes. What was chosen is printed; what was really in f
 from the loaded model.
 """
 
+import ctypes
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -99,3 +100,14 @@ def choose(hardware: Hardware, batch_size: int, accumulation_steps: int) -> Choi
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`."""
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what torch frees on the CPU, up to tensors of 32 MiB, instead of giving it back and asking again.
+
+    Every step allocates the same sizes; fresh pages for them took 5 to 10 % of the time (BENCHMARKS.md).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have their own ways
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: glibc's largest

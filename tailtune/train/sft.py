@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -80,6 +81,8 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     ranks = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
     assert ranks.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
     set_seed(recipe.seed)
+    if not torch.cuda.is_available():
+        hardware.keep_freed_memory()
     key = training_key(recipe, paths.data.parent, paths.base_model)
     found: list[Path | None] = [None]
     if ranks.is_main_process:
@@ -116,7 +119,6 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         "world_size": ranks.num_processes,
         "num_train_rows": train_rows.num_rows,
         "num_validation_rows": validation_rows.num_rows,
-        "num_truncated_rows": count_truncated(tokenizer, recipe, train_rows, config.max_length),
         "learning_rate": config.learning_rate,
         "num_train_epochs": config.num_train_epochs,
         "effective_batch_size": config.per_device_train_batch_size
@@ -129,8 +131,6 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     facts["num_trainable_parameters"] = model.num_parameters(only_trainable=True)
     facts["trainable_share"] = facts["num_trainable_parameters"] / facts["num_parameters"]
     facts["hardware"] = {**asdict(choice), "attention": model.config._attn_implementation}
-    if ranks.is_main_process:
-        describe(choice, facts, config.max_length, scaled=stage.scale_learning_rate)
 
     saver = MarkComplete(seconds_before=seconds_at(resume))
     callbacks = [stop, saver, *([LogLines()] if config.disable_tqdm else [])]
@@ -142,6 +142,11 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    facts["num_truncated_rows"] = count_truncated(
+        tokenizer, recipe, train_rows, whole.train_dataset["input_ids"], config.max_length
+    )
+    if ranks.is_main_process:
+        describe(choice, facts, config.max_length, scaled=stage.scale_learning_rate)
     tail = attach(
         whole,
         stage.tail,
@@ -232,10 +237,21 @@ def conversations(recipe: Recipe, rows: pa.Table) -> datasets.Dataset:
     return datasets.Dataset.from_list([training_example(recipe.prompt, row) for row in rows.to_pylist()])
 
 
-def count_truncated(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rows: pa.Table, max_length: int | None) -> int:
-    """Rows that `max_length` cuts. Raises UserError when one would lose its whole answer."""
+def count_truncated(
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    rows: pa.Table,
+    prepared: Sequence[Sequence[int]],
+    max_length: int | None,
+) -> int:
+    """Rows that `max_length` cuts; `prepared` are their tokens as TRL has cut them.
+
+    Raises UserError when a row would lose its whole answer.
+    """
     if max_length is None:
         return 0
+    if len(prepared) == rows.num_rows:  # else TRL has dropped what has no answer left
+        rows = rows.take([i for i, ids in enumerate(prepared) if len(ids) == max_length])
     count = 0
     for row in rows.to_pylist():
         question, answer = encode_row(tokenizer, recipe.prompt, row)

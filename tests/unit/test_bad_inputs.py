@@ -176,7 +176,7 @@ def long_question(place: Place) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
     rows = pa.table({"full-question": ["How? " * 50], "answer": ["So."]})
-    count_truncated(tokenizer, tiny_recipe(), rows, 64)
+    count_truncated(tokenizer, tiny_recipe(), rows, [], 64)  # TRL drops rows that have no answer left
 
 
 def train_command(*arguments: str) -> Call:

@@ -19,7 +19,8 @@ GB = 10**9
     [
         ("auto", 1 * GB, 4.0, "host", "1.00 GB of 8.0 GB free memory"),
         ("auto", 3 * GB, 4.0, "disk", "3.00 GB, mapped from"),  # two ranks share the memory
-        ("auto", 1 * GB, 1.1, "none", "a row is used 1.1 times"),
+        ("auto", 1 * GB, 1.0, "host", "1.00 GB of 8.0 GB free memory"),
+        ("auto", 1 * GB, 0.5, "none", "a row is used 0.5 times"),
         ("auto", 60 * GB, 4.0, "none", "60.00 GB do not fit into the 50.00 GB free"),
         ("disk", 1 * GB, 1.0, "disk", "as the recipe says"),
         ("disk", 60 * GB, 4.0, "none", "do not fit"),

@@ -1,14 +1,19 @@
 """What trains and what does not, profiles, intervals, checkpoints."""
 
 import json
+import subprocess
+import sys
+from itertools import chain
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from conftest import tiny_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
+from tailtune.prompt import encode_row
 from tailtune.recipe import Hardware
 from tailtune.train import hardware
 from tailtune.train.arguments import num_steps, sft_config
@@ -16,6 +21,7 @@ from tailtune.train.callbacks import peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import choose, find_profile, largest_divisor
 from tailtune.train.model import decoder_layers, export_model, prepare_tail
+from tailtune.train.sft import count_truncated
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -154,6 +160,40 @@ def write_checkpoint(directory: Path, step: int, *, complete: bool) -> Path:
     if complete:
         (path / COMPLETE).write_text(json.dumps({"weights": 4}))
     return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own setting")
+def test_freed_memory_is_used_again_without_fresh_pages() -> None:
+    program = """
+import resource, sys, torch
+from tailtune.train.hardware import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for mib in (4, 8, 24, 4) * 3:
+        [torch.ones(mib << 18) for _ in range(3)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", program, way], check=True, capture_output=True, text=True).stdout)
+        for way in ("keep", "give back")
+    )
+    assert kept < 100 < given_back
+
+
+def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
+    tokenizer, recipe = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe()
+    rows = pa.table({"full-question": ["How?"] * 4, "answer": ["So.", "So and so.", "So. " * 9, "So. " * 30]})
+    whole = [list(chain(*encode_row(tokenizer, recipe.prompt, row))) for row in rows.to_pylist()]
+    max_length = len(whole[2])  # just fits
+    cut = [ids[:max_length] for ids in whole]
+    assert count_truncated(tokenizer, recipe, rows, cut, max_length) == 1
+    assert count_truncated(tokenizer, recipe, rows, whole, None) == 0
+    with pytest.raises(UserError, match="leaves no room for its answer"):  # a prompt of that length, cut as TRL would
+        count_truncated(tokenizer, recipe, rows, [ids[:5] for ids in whole], 5)
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
