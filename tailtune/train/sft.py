@@ -251,7 +251,7 @@ def count_truncated(
     if max_length is None:
         return 0
     if len(prepared) == rows.num_rows:  # else TRL has dropped what has no answer left
-        rows = rows.take([i for i, ids in enumerate(prepared) if len(ids) == max_length])
+        rows = rows.filter(pa.array([len(ids) == max_length for ids in prepared], pa.bool_()))
     count = 0
     for row in rows.to_pylist():
         question, answer = encode_row(tokenizer, recipe.prompt, row)

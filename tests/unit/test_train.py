@@ -191,6 +191,7 @@ def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
     max_length = len(whole[2])  # just fits
     cut = [ids[:max_length] for ids in whole]
     assert count_truncated(tokenizer, recipe, rows, cut, max_length) == 1
+    assert count_truncated(tokenizer, recipe, rows, whole, 1000) == 0
     assert count_truncated(tokenizer, recipe, rows, whole, None) == 0
     with pytest.raises(UserError, match="leaves no room for its answer"):  # a prompt of that length, cut as TRL would
         count_truncated(tokenizer, recipe, rows, [ids[:5] for ids in whole], 5)
