@@ -6,7 +6,7 @@
 
 Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
 start to saved model, by the entry that a cluster uses (`python -m tailtune.train`). Stock variants are timed
-over `--steps` optimizer steps and extrapolated to the whole run, without evaluations, which tail training has.
+over `--steps` optimizer steps and one evaluation, and extrapolated to the whole run with its evaluations.
 Results go to `--output` as JSON, tables to stdout.
 """
 
@@ -118,7 +118,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         output_dir=str(folder / "steps"), max_steps=spec["steps"] + spec.get("warmup", 2), report_to=[],
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulation, learning_rate=5e-5,
         max_grad_norm=1.0, use_cpu=not cuda, bf16=cuda, logging_steps=10_000, save_strategy="no", eval_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=cuda, seed=recipe.seed,
+        disable_tqdm=True, per_device_eval_batch_size=BATCH, dataloader_pin_memory=cuda, seed=recipe.seed,
         completion_only_loss=stage.loss == "answer", include_num_input_tokens_seen="non_padding",
         **{"gradient_checkpointing": False, "max_length": 1024, **spec.get("args", {})},
     )  # fmt: skip
@@ -140,6 +140,11 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         prefix_seconds = time.perf_counter() - start
     started = time.time() - psutil.Process().create_time() - prefix_seconds
     trainer.train()
+    evaluate_seconds = 0.0
+    if spec.get("evaluate"):
+        start = Clock.now()
+        trainer.evaluate()
+        evaluate_seconds = Clock.now() - start
     seconds = sum(clock.seconds) / len(clock.seconds)
     total = math.ceil(num_rows * spec.get("epochs", EPOCHS) / (BATCH * accumulation))
     flops = clock.flops.get("prefix", 0) + clock.flops.get("step", 0) * total
@@ -148,7 +153,8 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         "flops_of": clock.flops, "fill_seconds": getattr(source, "fill_seconds", 0.0),
         "step_seconds": seconds, "prefix_seconds": prefix_seconds, "steps_timed": len(clock.seconds),
         "total_steps": total, "start_seconds": started, "flops": flops,
-        "total_seconds": started + prefix_seconds + seconds * total,
+        "evaluate_seconds": evaluate_seconds,
+        "total_seconds": started + prefix_seconds + seconds * total + evaluate_seconds * EPOCHS,
         "tokens_per_second": trainer.state.num_input_tokens_seen / trainer.state.global_step / seconds,
         "memory": memory() - baseline, "num_rows": num_rows,
         "prompt_share": prompt_share(trainer) if "tail" in spec else None,
@@ -294,7 +300,7 @@ def headline(folder: Path, num_steps: int, device: str, results: dict[str, Any])
 
     Two rounds in turn, so that what else the machine does meets all of them alike.
     """
-    stock = {"steps": math.ceil(num_steps / 2), "accumulation": 1}
+    stock = {"steps": math.ceil(num_steps / 2), "accumulation": 1, "evaluate": True}
     padding_free = {"steps": math.ceil(num_steps / 10), "args": {"padding_free": True, "max_length": None}}
     results["imports"] = child(folder, "imports", {})["memory"]
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ("whole", "tuned", "earlier")}

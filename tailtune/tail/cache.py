@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +91,6 @@ def assemble(prompt: torch.Tensor, own: torch.Tensor, lengths: np.ndarray, layou
     return torch.cat([prompt.to(own.dtype), *padded])
 
 
-@dataclass(frozen=True)
-class Shard:
-    rows: np.ndarray
-    num_tokens: int
-
-
 class Cache:
     """States of all rows. `fill` computes what is missing, `load` opens them, `states` serves a batch."""
 
@@ -107,10 +100,11 @@ class Cache:
         self.root, self.directory, self.key = directory, directory / digest[:16], key
         self._seed = int(digest[:16], 16)
         self.shards = cut_into_shards(self.rows, tokens_at_once(prefix.device))
+        self._num_tokens = [int(self.rows.lengths[shard].sum()) for shard in self.shards]
         self._where = {
-            int(row): (i, first, first + int(self.rows.lengths[row]))
+            int(row): (i, last - int(self.rows.lengths[row]), last)
             for i, shard in enumerate(self.shards)
-            for row, first in zip(shard.rows, np.cumsum([0, *self.rows.lengths[shard.rows][:-1]]), strict=True)
+            for row, last in zip(shard, np.cumsum(self.rows.lengths[shard]).tolist(), strict=True)
         }
         self._loaded: list[torch.Tensor] = []
         self.fill_seconds = 0.0
@@ -120,7 +114,7 @@ class Cache:
         return sum(self._num_bytes(i) for i in range(len(self.shards)) if not self._path(i).is_file())
 
     def _num_bytes(self, i: int) -> int:
-        return self.shards[i].num_tokens * self.prefix.split.hidden_size * self.dtype.itemsize
+        return self._num_tokens[i] * self.prefix.split.hidden_size * self.dtype.itemsize
 
     def fill(self, rank: int = 0, world_size: int = 1) -> int:
         """Compute this rank's share of what is missing, wait for the others'; the number of rows computed."""
@@ -136,8 +130,8 @@ class Cache:
         start = said = time.monotonic()
         num_rows = 0
         for done, i in enumerate(missing):
-            self._write(i, self.prefix.own_states(self.shards[i].rows.tolist()))
-            num_rows += len(self.shards[i].rows)
+            self._write(i, self.prefix.own_states(self.shards[i].tolist()))
+            num_rows += len(self.shards[i])
             if rank == 0 and time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 log.info("tail: frozen layers, %d %% of this rank's rows", 100 * (done + 1) // len(missing))
@@ -152,13 +146,13 @@ class Cache:
 
     def load(self, placement: str) -> None:
         """Open the shards: `gpu` and `host` copy them into memory, `disk` maps the files."""
-        for i, shard in enumerate(self.shards):
+        for i, num_tokens in enumerate(self._num_tokens):
             if not self._path(i).is_file():
                 raise UserError(f"{self._path(i)} was written by another rank and is not seen by this one; set "
                                 "--prefix-cache-dir to a directory that all ranks share")  # fmt: skip
-            count = shard.num_tokens * self.prefix.split.hidden_size
+            count = num_tokens * self.prefix.split.hidden_size
             states = torch.from_file(str(self._path(i)), shared=False, size=count, dtype=self.dtype)
-            states = states.view(shard.num_tokens, -1)
+            states = states.view(num_tokens, -1)
             self._loaded.append(states.to(self.prefix.device) if placement == "gpu" else
                                 states.clone() if placement == "host" else states)  # fmt: skip
 
@@ -176,7 +170,7 @@ class Cache:
 
     def _checksum(self, i: int, content: bytes | memoryview) -> bytes:
         """Of the content; another key or other rows give another one."""
-        return xxhash.xxh64(content, seed=self._seed ^ xxhash.xxh64_intdigest(self.shards[i].rows.tobytes())).digest()
+        return xxhash.xxh64(content, seed=self._seed ^ xxhash.xxh64_intdigest(self.shards[i].tobytes())).digest()
 
     def _is_whole(self, i: int) -> bool:
         """Whether the shard is there in full and is this cache's own. Reads it once."""
@@ -188,7 +182,7 @@ class Cache:
         return self._checksum(i, content[:num_bytes]) == content[num_bytes:]
 
     def _write(self, i: int, states: torch.Tensor) -> None:
-        assert len(states) == self.shards[i].num_tokens and states.dtype == self.dtype
+        assert len(states) == self._num_tokens[i] and states.dtype == self.dtype
         content = states.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
         temporary = self._path(i).with_suffix(f".{uuid.uuid4().hex}.partial")  # other runs may fill it too
         with self._writing():
@@ -221,18 +215,17 @@ def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:
     return int(rows.lengths.sum()) * hidden_size * dtype.itemsize
 
 
-def cut_into_shards(rows: Rows, num_tokens: int) -> list[Shard]:
+def cut_into_shards(rows: Rows, num_tokens: int) -> list[np.ndarray]:
     """Rows that begin alike or are of similar length together, at most `num_tokens` own tokens or a single row."""
     order = rows.families()
     shards, first, total, longest = [], 0, 0, 0
-    for place, row in enumerate(order):
-        length = int(rows.lengths[row])
+    for place, length in enumerate(rows.lengths[order].tolist()):
         longest = max(longest, length)
         if total and (total + length > num_tokens or attended(rows, place - first + 1, longest) > 32 * num_tokens):
-            shards.append(Shard(order[first:place], total))
+            shards.append(order[first:place])
             first, total, longest = place, 0, length
         total += length
-    return [*shards, Shard(order[first:], total)] if len(order) else []
+    return [*shards, order[first:]] if len(order) else []
 
 
 def attended(rows: Rows, num_rows: int, longest: int) -> int:

@@ -85,8 +85,8 @@ def logit_difference(tail: Tail) -> float:
             split.model(input_ids=ids, use_cache=False, logits_to_keep=len(states)).logits[0, -len(states) :].float()
         )
         logits = split.head(states).float()
-        if tail.softcap:
-            logits = tail.softcap * (logits / tail.softcap).tanh()
+        if split.softcap:
+            logits = split.softcap * (logits / split.softcap).tanh()
         squares[0] += (logits - whole).square().sum().item()
         squares[1] += whole.square().sum().item()
     return float(np.sqrt(squares[0] / max(squares[1], 1e-30)))

@@ -1,7 +1,7 @@
 """What Trainer trains: the last layers and the head, from row numbers to a loss."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,17 +9,10 @@ from torch import nn
 
 from tailtune.errors import UserError
 from tailtune.recipe import TailSettings
-from tailtune.tail.cache import Prefix
-from tailtune.tail.layout import Layout
+from tailtune.tail.cache import Cache, Prefix
 from tailtune.tail.loss import head_loss
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
-
-
-class States(Protocol):
-    """Where a batch's states come from: the cache, or the frozen layers themselves."""
-
-    def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor: ...
 
 
 class Tail(nn.Module):
@@ -37,7 +30,8 @@ class Tail(nn.Module):
         self.prefix, self.settings = prefix, settings
         self.split: Split = prefix.split
         self.rows: Rows = prefix.rows
-        self.source: States = prefix
+        self.source: Prefix | Cache = prefix
+        """Where a batch's states come from: the frozen layers themselves, or the cache."""
 
     def forward(
         self, row: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **_: Any
@@ -58,16 +52,12 @@ class Tail(nn.Module):
         if len(places) != len(index) or (again[1:] < again[:-1]).any():
             hidden = hidden.index_select(0, self._tensor(again))
         weights = None if (weight == 1).all() else self._tensor(weight)
-        loss, correct = head_loss(hidden, self.split.head, self._tensor(token), weights, self.softcap)
+        loss, correct = head_loss(hidden, self.split.head, self._tensor(token), weights, self.split.softcap)
         divisor = torch.as_tensor(num_labels if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
         return {"loss": loss / divisor.to(loss), "num_correct": correct, "num_labels": torch.tensor(num_labels)}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.prefix.device, non_blocking=True)
-
-    @property
-    def softcap(self) -> float | None:
-        return getattr(self.split.model.config, "final_logit_softcapping", None)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their names in the whole model."""

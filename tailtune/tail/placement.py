@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -26,12 +25,6 @@ OPTIMIZER_BYTES = 20
 """Of a trainable parameter: two moments, gradient, DDP's copy of it, the head's gradient as it is made; all fp32."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    kind: Kind
-    reason: str
-
-
 def place(
     wanted: str,
     num_bytes: int,
@@ -42,33 +35,33 @@ def place(
     num_trainable: int,
     ranks_on_node: int,
     device: torch.device,
-) -> Placement:
-    """The first of GPU memory, host memory and the volume that has room; none when rows are not used again.
+) -> tuple[Kind, str]:
+    """Where, and why: the first of GPU memory, host memory and the volume that has room; none when rows are not reused.
 
     `uses` is how often an average row enters the tail, training and evaluations together. A wanted
     placement is taken, unless the volume is full: the states always pass through its files.
     """
     size = f"{num_bytes / 1e9:.2f} GB"
     if wanted == "none":
-        return Placement("none", "as the recipe says")
+        return "none", "as the recipe says"
     if wanted == "gpu" and device.type != "cuda":
         raise UserError("the stage's tail.cache is gpu, but training runs on the CPU; set it to auto, host or disk")
     free_disk = shutil.disk_usage(existing(directory)).free
     if missing_bytes > SHARE_OF_DISK * free_disk:
-        return Placement("none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}")
+        return "none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}"
     if wanted != "auto":
-        return Placement(wanted, "as the recipe says")  # type: ignore[arg-type]
+        return wanted, "as the recipe says"  # type: ignore[return-value]
     if missing_bytes and uses < MIN_USES:
-        return Placement("none", f"a row is used {uses:.1f} times")
+        return "none", f"a row is used {uses:.1f} times"
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the allocator keeps for itself counts as taken
         free = torch.cuda.mem_get_info()[0] - OPTIMIZER_BYTES * num_trainable
         if num_bytes <= SHARE_OF_FREE * free:
-            return Placement("gpu", f"{size} of {free / 1e9:.1f} GB free GPU memory")
+            return "gpu", f"{size} of {free / 1e9:.1f} GB free GPU memory"
     free = free_host_bytes()
     if num_bytes * ranks_on_node <= SHARE_OF_FREE * free:
-        return Placement("host", f"{size} of {free / 1e9:.1f} GB free memory")
-    return Placement("disk", f"{size}, mapped from {directory}, because memory has {free / 1e9:.1f} GB free")
+        return "host", f"{size} of {free / 1e9:.1f} GB free memory"
+    return "disk", f"{size}, mapped from {directory}, because memory has {free / 1e9:.1f} GB free"
 
 
 def free_host_bytes() -> int:

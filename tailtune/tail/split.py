@@ -46,6 +46,11 @@ class Split:
         self._returns_tuple = False
 
     @property
+    def softcap(self) -> float | None:
+        """Bound of the logits, which the model's own forward applies behind the head."""
+        return getattr(self.model.config, "final_logit_softcapping", None)
+
+    @property
     def hidden_size(self) -> int:
         return int(self.model.config.get_text_config().hidden_size)
 

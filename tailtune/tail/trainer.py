@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset
@@ -131,20 +130,7 @@ def attach(
     if settings.mode == "off":
         return None
     rank = plain.args.process_index
-    reason, tail = None, None
-    try:
-        refuse_model(plain.model)
-        refuse_arguments(plain.args)
-        rows = _rows(plain, share_prompt=settings.shared_prompt)
-        split = Split(plain.model)
-        prefix = Prefix(split, rows, stop_backward=settings.stop_backward)
-        tail = Tail(prefix, settings)
-        with autocast(plain.args):
-            check_difference(tail, dtype)
-    except CannotSplit as error:
-        reason = str(error)
-    except Exception as error:  # an architecture that nobody has tried; the whole model may still train
-        reason = f"its split fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    tail, reason = _split(plain, settings, dtype)
     reason = next(filter(None, gather_object([reason])), None)  # one rank's reason is every rank's
     if reason or tail is None:
         if rank == 0:
@@ -152,14 +138,21 @@ def attach(
         return None
     if not settings.stop_backward:
         plain.model.enable_input_require_grads()
-
+    prefix, rows, split = tail.prefix, tail.rows, tail.split
     num_train = len(plain.train_dataset)
+    say = log.info if rank == 0 else log.debug
+    say(
+        "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
+        split.first, len(split.layers), len(rows), sum(map(len, rows.ids)) / len(rows), len(rows.prompt),
+        100 * rows.shares.mean(),
+    )  # fmt: skip
+
     args = _arguments(plain.args, rows, num_train)
     with autocast(plain.args):
         states_dtype = prefix.own_states([0]).dtype
     key = _cache_key(rows, split, f"{dtype} {states_dtype}", base_model_sha256)
     cache = Cache(cache_dir, key, prefix, states_dtype)
-    placement = place(
+    choice = place(
         settings.cache,
         num_bytes(rows, split.hidden_size, states_dtype),
         uses_of_a_row(args, num_train, len(rows) - num_train),
@@ -169,27 +162,13 @@ def attach(
         ranks_on_node=ranks_on_node(),
         device=prefix.device,
     )
-    placement = max(gather_object([placement]), key=lambda p: KINDS.index(p.kind))  # ranks may see other free memory
-    facts: dict[str, Any] = {
-        "num_frozen_layers": split.first,
-        "num_layers": len(split.layers),
-        "prompt_tokens": len(rows.prompt),
-        "prompt_shared_by": float(rows.shares.mean()),
-        "states": placement.kind,
-        "fill_seconds": 0.0,
-    }
-    say = log.info if rank == 0 else log.debug
-    say(
-        "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
-        split.first, len(split.layers), len(rows), sum(map(len, rows.ids)) / len(rows), len(rows.prompt),
-        100 * rows.shares.mean(),
-    )  # fmt: skip
-    if placement.kind != "none":
-        done = _fill(cache, plain, placement.kind)
-        say("tail: the frozen layers' states %s; kept on %s: %s", done, placement.kind, placement.reason)
-        tail.source, facts["fill_seconds"] = cache, cache.fill_seconds
+    kind, why = max(gather_object([choice]), key=lambda c: KINDS.index(c[0]))  # ranks may see other free memory
+    if kind == "none":
+        say("tail: the frozen layers run in every step without gradient: %s", why)
     else:
-        say("tail: the frozen layers run in every step without gradient: %s", placement.reason)
+        done = _fill(cache, plain.args, kind)
+        say("tail: the frozen layers' states %s; kept on %s: %s", done, kind, why)
+        tail.source = cache
     trainer = trainer_class(
         model=tail,
         args=args,
@@ -198,8 +177,33 @@ def attach(
         eval_dataset=RowNumbers(rows, num_train, len(rows)),
         callbacks=list(callbacks),
     )
-    trainer.facts = facts
+    trainer.facts = {
+        "num_frozen_layers": split.first,
+        "num_layers": len(split.layers),
+        "prompt_tokens": len(rows.prompt),
+        "prompt_shared_by": float(rows.shares.mean()),
+        "states": kind,
+        "fill_seconds": cache.fill_seconds,
+    }
     return trainer
+
+
+def _split(plain: SFTTrainer, settings: TailSettings, dtype: torch.dtype) -> tuple[Tail | None, str | None]:
+    """The tail of the plain trainer's model and rows, or the reason why there is none."""
+    try:
+        refuse_model(plain.model)
+        refuse_arguments(plain.args)
+        rows = _rows(plain, share_prompt=settings.shared_prompt)
+        tail = Tail(Prefix(Split(plain.model), rows, stop_backward=settings.stop_backward), settings)
+        with autocast(plain.args):
+            check_difference(tail, dtype)
+    except CannotSplit as error:
+        return None, str(error)
+    except torch.OutOfMemoryError:
+        raise  # the whole model needs more
+    except Exception as error:  # an architecture that nobody has tried; the whole model may still train
+        return None, f"its split fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return tail, None
 
 
 def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
@@ -258,17 +262,15 @@ def _cache_key(rows: Rows, split: Split, precision: str, base_model_sha256: str)
     }
 
 
-def _fill(cache: Cache, plain: SFTTrainer, placement: str) -> str:
+def _fill(cache: Cache, args: Any, kind: str) -> str:
     """Fill and open the cache; says what was done."""
     start = time.monotonic()
-    with autocast(plain.args):
-        num_rows = cache.fill(plain.args.process_index, plain.args.world_size)
+    with autocast(args):
+        num_rows = cache.fill(args.process_index, args.world_size)
         cache.prefix.prompt_states()
-        cache.load(placement)
-    counts = torch.tensor(num_rows, device=plain.args.device)
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    return f"computed for {int(counts)} rows in {time.monotonic() - start:.1f} s" if counts else "were there already"
+        cache.load(kind)
+    computed = sum(gather_object([num_rows]))
+    return f"computed for {computed} rows in {time.monotonic() - start:.1f} s" if computed else "were there already"
 
 
 def autocast(args: Any) -> Any:

@@ -189,12 +189,12 @@ def test_a_save_of_40_seconds_survives_sigterm(prepared: Path, make_run: Callabl
     """torchrun's own default would kill the ranks after 30 seconds, in the middle of the save."""
     (tmp_path / "slow_save.py").write_text(
         "import time\n"
-        "from tailtune.train import sft\n"
-        "original = sft.MeteredTrainer._save_optimizer_and_scheduler\n"
+        "from transformers import Trainer\n"
+        "original = Trainer._save_optimizer_and_scheduler\n"
         "def slow(self, output_dir):\n"
         "    time.sleep(40)\n"
         "    original(self, output_dir)\n"
-        "sft.MeteredTrainer._save_optimizer_and_scheduler = slow\n"
+        "Trainer._save_optimizer_and_scheduler = slow\n"
         "from tailtune.train.__main__ import main\n"
         "main()\n"
     )

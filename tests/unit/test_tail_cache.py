@@ -93,7 +93,7 @@ def test_a_damaged_shard_is_computed_again(damage: Callable[[Path], None], make_
     content = path.read_bytes()
     damage(path)
     again = make_cache()
-    assert again.fill() == len(again.shards[0].rows)
+    assert again.fill() == len(again.shards[0])
     assert path.read_bytes() == content
 
 
@@ -164,9 +164,8 @@ def test_cached_states_are_those_of_the_whole_model(
 def test_shards_hold_every_row_once_and_similar_lengths() -> None:
     rows = tail_rows(shared=0.5)
     shards = cut_into_shards(rows, 25)
-    assert sorted(np.concatenate([s.rows for s in shards]).tolist()) == list(range(20))
-    assert all(s.num_tokens == rows.lengths[s.rows].sum() for s in shards)
-    assert all(s.num_tokens <= 25 or len(s.rows) == 1 for s in shards)
+    assert sorted(np.concatenate(shards).tolist()) == list(range(20))
+    assert all(rows.lengths[shard].sum() <= 25 or len(shard) == 1 for shard in shards)
 
 
 def test_the_key_covers_what_the_states_depend_on(tmp_path: Path) -> None:
