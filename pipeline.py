@@ -2,11 +2,12 @@
 """The pipeline: fetch → parquet → train → evaluate → gate → demo, and its command line.
 
 Without arguments, compiles every recipe into compiled/. `--local` runs the same pipeline function
-on this machine through kfp.local.
+on this machine through kfp.local; `--submit` and `--schedule` hand the compiled file to a cluster.
 """
 
 import difflib
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -16,13 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
+from pipeline_server import PipelineServer, find_connection, trigger
+from tailtune import __version__
 from tailtune.errors import UserError
 from tailtune.jobs.local import count_gpus, share_cores
+from tailtune.log import configure
 from tailtune.recipe import (
     ENVIRONMENT,
     PARAMETERS,
@@ -35,6 +38,7 @@ from tailtune.recipe import (
     with_overrides,
 )
 from tailtune.run import RUN_NAME, Run
+from tailtune.signals import on_stop
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
@@ -47,8 +51,9 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
 
     KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
     """
-    from kfp import dsl
+    from kfp import dsl, kubernetes
 
+    from components import images
     from components.evaluate_model import evaluate_model
     from components.fetch_dataset import fetch_dataset
     from components.fetch_model import fetch_model
@@ -59,7 +64,7 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
     from components.train_stage import train_stage
     from components.write_parquet import write_parquet
 
-    default = parameter_values(recipe)
+    default, gpu = parameter_values(recipe), recipe.resources.gpu
 
     @dsl.pipeline(name=recipe.name, description=recipe.description)
     def pipeline(
@@ -71,6 +76,11 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
         learning_rate: float = default["learning_rate"],
         num_nodes: int = default["num_nodes"],
         ranks_per_node: int = default["ranks_per_node"],
+        queue: str = default["queue"],
+        training_data_pvc: str = default["training_data_pvc"],
+        trained_models_pvc: str = default["trained_models_pvc"],
+        workspace_pvc: str = default["workspace_pvc"],
+        trainer_image: str = images.TRAINER,
         seed: int = default["seed"],
         data_dir: str = DIRECTORIES["data_dir"],
         models_dir: str = DIRECTORIES["models_dir"],
@@ -83,14 +93,17 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
             recipe=recipe, run_name=run_name, job_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
             base_model=base_model, model_revision=model_revision, data_source=data_source,
             epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
-            ranks_per_node=ranks_per_node, seed=seed, data_dir=data_dir,
-            models_dir=models_dir, workspace_dir=workspace_dir, local=local,
+            ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
+            trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, seed=seed,
+            data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, local=local,
         )  # fmt: skip
         run = resolved.output
         raw = fetch_dataset(run=run)
         data = write_parquet(run=run, source=raw.output)
         base = fetch_model(run=run, data_dir=data.outputs["Output"])
-        tuned = train_stage(run=run, data_dir=data.outputs["Output"], base_model_dir=base.output)
+        tuned = train_stage(
+            run=run, data_dir=data.outputs["Output"], base_model_dir=base.output, trainer_image=trainer_image
+        )
         evaluation = evaluate_model(
             run=run,
             data_dir=data.outputs["Output"],
@@ -106,6 +119,14 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
             rejection = reject_model(run=run, report=report.outputs["Output"])
         for task in (resolved, raw, data, base, tuned, evaluation, gate, demo, report, rejection):
             task.set_caching_options(False)
+            for claim, directory in ((training_data_pvc, "data"), (trained_models_pvc, "models"),
+                                     (workspace_pvc, "workspace")):  # fmt: skip
+                kubernetes.mount_pvc(task, pvc_name=claim, mount_path=f"/shared/{directory}")
+        if gpu:
+            for task in (evaluation, demo, report):
+                task.set_accelerator_type(gpu).set_accelerator_limit(1)
+        for task in (raw, base, tuned):  # a lost node or network; a retried train step follows its job
+            task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration="600s")
 
     return pipeline
 
@@ -122,6 +143,10 @@ def parameter_values(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": float(trainer["learning_rate"]),
         "num_nodes": recipe.resources.num_nodes,
         "ranks_per_node": recipe.resources.ranks_per_node,
+        "queue": recipe.resources.queue,
+        "training_data_pvc": recipe.cluster.data_claim,
+        "trained_models_pvc": recipe.cluster.models_claim,
+        "workspace_pvc": recipe.cluster.workspace_claim,
         "seed": recipe.seed,
     }
 
@@ -193,6 +218,51 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
     return error is None
 
 
+def compiled_version(recipe: Recipe) -> tuple[Path, str]:
+    """The recipe's compiled file and the name of its version: the same bytes, the same name. Raises UserError."""
+    path = COMPILED / f"{recipe.name}.yaml"
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / path.name
+        compile_recipe(load_recipe(recipe.name), fresh)
+        if not path.is_file() or fresh.read_bytes() != path.read_bytes():
+            raise UserError(f"{_relative(path)} is not what the recipe compiles to; run python pipeline.py first")
+    return path, f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+
+
+def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
+    """The parameters of a run on a cluster, for a recipe with all its overrides."""
+    recipe = recipe.model_copy(update={"local": {}})
+    return {**parameter_values(recipe), "recipe": recipe.to_json(), "run_name": run_name}
+
+
+def submit(recipe: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
+           timeout_seconds: float | None) -> bool:  # fmt: skip
+    """Start a run on a cluster and print its address; whether it succeeded, as far as it was watched."""
+    path, version_name = compiled_version(recipe)
+    pipeline, version = server.upload(path, recipe.name, version_name)
+    run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
+                       parameters=cluster_parameters(recipe, run_name))  # fmt: skip
+    click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
+    click.echo(server.address(run))
+    if not watch:
+        return True
+    state = server.watch(run, timeout_seconds)
+    click.echo(f"the run {state.lower()}", err=True)
+    return state == "SUCCEEDED"
+
+
+def schedule(recipe: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *, latest: bool,
+             max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
+    """Make the one schedule of this name be so."""
+    path, version_name = compiled_version(recipe)
+    pipeline, version = server.upload(path, recipe.name, version_name)
+    server.schedule(name, when, pipeline=pipeline, version=None if latest else version, experiment=experiment,
+                    parameters=cluster_parameters(recipe, ""), max_concurrency=max_concurrency,
+                    catch_up=catch_up)  # fmt: skip
+    what = "its latest version" if latest else version_name
+    click.echo(f"schedule '{name}': {recipe.name}, {what}, '{when}' in the pipeline server's time zone, UTC", err=True)
+
+
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """Refuse a second run in the same directory at the same time."""
@@ -216,10 +286,7 @@ def _forward_stop() -> Iterator[list[int]]:
     """SIGTERM and SIGINT reach the steps' processes, which save what they have; yields those received."""
     import psutil
 
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+    def forward(received: list[int]) -> None:
         steps = psutil.Process().children(recursive=True)
         for child in steps:
             with suppress(psutil.NoSuchProcess):
@@ -228,12 +295,8 @@ def _forward_stop() -> Iterator[list[int]]:
         if not steps:
             raise KeyboardInterrupt  # between two steps nobody else would stop
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with on_stop(forward) as received:
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _local_recipe(recipe_name: str | None, run_name: str | None, given: dict[str, Any]) -> Recipe:
@@ -277,30 +340,65 @@ def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--recipe", "recipe_name", help="A built-in recipe's name, or the path of your own .yaml file.")
 @click.option("--local", "local_run", is_flag=True, help="Run the whole pipeline on this machine.")
-@click.option("--run-name", help="Directory of a local run below runs/; an existing one is continued.")
+@click.option("--submit", "submit_run", is_flag=True, help="Start a run on the cluster; prints its address.")
+@click.option("--schedule", "when", metavar="WHEN",
+              help="Start runs on the cluster by cron ('0 2 * * *', or six fields) or 'every 6 hours'.")  # fmt: skip
+@click.option("--run-name", help="Name of the run; a local one of this name is continued.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE",
               help="Run parameter or dotted recipe key, for example -p epochs=2. Repeatable.")  # fmt: skip
+@click.option("--experiment", default="tailtune", show_default=True, help="Group of runs in the dashboard.")
+@click.option("--watch", is_flag=True, help="With --submit: wait for the end; exit status 1 when it fails.")
+@click.option("--timeout", "timeout_seconds", type=float, help="With --watch: seconds to wait at most.")
+@click.option("--schedule-name", help="With --schedule: its name; the recipe's by default.")
+@click.option("--latest", is_flag=True, help="With --schedule: always the pipeline's latest version.")
+@click.option("--max-concurrency", type=click.IntRange(1, 10), default=1, show_default=True,
+              help="With --schedule: runs at the same time.")  # fmt: skip
+@click.option("--catch-up", is_flag=True, help="With --schedule: make up for runs that were missed.")
+@click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
+@click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
+@click.option("--endpoint", help="Address of the pipeline server; found by the login where not given.")
+@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and parameters; run nothing.")
 @click.option("--check", is_flag=True, help="Exit with status 1 and a diff when compiled/ is out of date.")
 @click.option("--list", "list_them", is_flag=True, help="List the built-in recipes and the run parameters.")
 def main(
     recipe_name: str | None,
     local_run: bool,
+    submit_run: bool,
+    when: str | None,
     run_name: str | None,
     parameters: tuple[str, ...],
+    experiment: str,
+    watch: bool,
+    timeout_seconds: float | None,
+    schedule_name: str | None,
+    latest: bool,
+    max_concurrency: int,
+    catch_up: bool,
+    list_schedules: bool,
+    unschedule: str | None,
+    endpoint: str | None,
+    namespace: str | None,
     dry_run: bool,
     check: bool,
     list_them: bool,
 ) -> None:
-    """Compile the recipes into compiled/ (no arguments), or run one on this machine (--local)."""
+    """Compile the recipes into compiled/ (no arguments), run one here (--local) or on a cluster (--submit)."""
     share_cores()
-    runs = local_run or dry_run
-    if sum((local_run and not dry_run, dry_run, check, list_them)) > 1:
-        raise click.UsageError("give one of --local, --dry-run, --check, --list (--dry-run may join --local)")
+    modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
+             "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
+             "--unschedule": unschedule is not None}  # fmt: skip
+    if sum(modes.values()) > 1:
+        raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
+    runs = local_run or dry_run or submit_run or when is not None
     if (recipe_name or parameters) and not runs:
-        raise click.UsageError("--recipe and -p need --local or --dry-run; without arguments all recipes are compiled")
-    if run_name is not None and not local_run:
-        raise click.UsageError("--run-name needs --local")
+        raise click.UsageError("--recipe and -p need --local, --submit, --schedule or --dry-run; "
+                               "without arguments all recipes are compiled")  # fmt: skip
+    if run_name is not None and not (local_run or submit_run):
+        raise click.UsageError("--run-name needs --local or --submit")
+    if watch and not submit_run:
+        raise click.UsageError("--watch needs --submit")
+    configure()
     try:
         if list_them:
             for name in list_recipes():
@@ -308,6 +406,13 @@ def main(
             click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
         elif check:
             sys.exit(0 if check_compiled() else 1)
+        elif list_schedules or unschedule:
+            server = PipelineServer(find_connection(endpoint, namespace))
+            if unschedule:
+                if not server.unschedule(unschedule):
+                    raise UserError(f"there is no schedule '{unschedule}'; see --list-schedules")
+            else:
+                click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
         elif runs:
             given = _local_parameters(parse_parameters(parameters))
             if local_run:
@@ -317,13 +422,23 @@ def main(
             if dry_run:
                 _print_resolved(recipe)
                 return
-            name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
+            name = run_name or f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
             if not RUN_NAME.fullmatch(name):
                 raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
                                 "and no '-' or '.' in front")  # fmt: skip
-            succeeded = run_local(recipe, name)
-            click.echo(Path("runs") / name)
-            sys.exit(0 if succeeded else 1)
+            if local_run:
+                succeeded = run_local(recipe, name)
+                click.echo(Path("runs") / name)
+                sys.exit(0 if succeeded else 1)
+            if when is not None:
+                trigger(when)  # before anything is uploaded
+            server = PipelineServer(find_connection(endpoint, namespace))
+            if when is not None:
+                schedule(recipe, when, schedule_name or recipe.name, experiment, server, latest=latest,
+                         max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
+            else:
+                succeeded = submit(recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds)
+                sys.exit(0 if succeeded else 1)
         else:
             compile_all()
     except UserError as error:

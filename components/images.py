@@ -1,6 +1,13 @@
-"""Every image reference, once."""
+"""Every image reference, once. TAILTUNE_IMAGE_REGISTRY names another registry when the pipeline is compiled."""
+
+import os
 
 from tailtune import __version__
 
-REGISTRY = "image-registry.openshift-image-registry.svc:5000/lyric-professor"
+REGISTRY = os.environ.get("TAILTUNE_IMAGE_REGISTRY") or (
+    "image-registry.openshift-image-registry.svc:5000/lyric-professor"
+)
 PIPELINE = f"{REGISTRY}/tailtune-pipeline:{__version__}"
+"""Of the steps: CPU."""
+TRAINER = f"{REGISTRY}/tailtune-trainer:{__version__}"
+"""Of the training job's pods: CUDA."""

@@ -18,6 +18,10 @@ def resolve_recipe(
     learning_rate: float,
     num_nodes: int,
     ranks_per_node: int,
+    queue: str,
+    training_data_pvc: str,
+    trained_models_pvc: str,
+    workspace_pvc: str,
     seed: int,
     data_dir: str,
     models_dir: str,
@@ -32,6 +36,7 @@ def resolve_recipe(
         overrides = dict(
             base_model=base_model, model_revision=model_revision, data_source=data_source, epochs=epochs,
             batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
-            ranks_per_node=ranks_per_node, seed=seed,
+            ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
+            trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, seed=seed,
         )  # fmt: skip
         return resolve_run(recipe, overrides, run_name or job_id, data_dir, models_dir, workspace_dir, local).to_json()

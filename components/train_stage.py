@@ -7,7 +7,9 @@ from components import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def train_stage(run: str, data_dir: str, base_model_dir: str, summary: Output[Metrics]) -> str:
+def train_stage(
+    run: str, data_dir: str, base_model_dir: str, summary: Output[Metrics], trainer_image: str = images.TRAINER
+) -> str:
     """Return the directory of the best model."""
     import math
     from pathlib import Path
@@ -19,7 +21,7 @@ def train_stage(run: str, data_dir: str, base_model_dir: str, summary: Output[Me
 
     with step("train"):
         this = Run.from_json(run)
-        best_model_dir = train_stage(this, Path(data_dir), Path(base_model_dir))
+        best_model_dir = train_stage(this, Path(data_dir), Path(base_model_dir), trainer_image)
         for name, value in read_json(this.models_dir / "training_summary.json").items():
             if isinstance(value, int | float) and math.isfinite(value):
                 summary.log_metric(name, value)

@@ -122,6 +122,51 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
     sys.exit(0 if verdict["passed"] else 1)
 
 
+@main.command()
+@click.option("--recipe", default="survival", show_default=True, help="The recipe that is to run.")
+@click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
+@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
+@click.option("--local", "local_only", is_flag=True, help="Look at this machine alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@_one_line_errors
+def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool, as_json: bool) -> None:
+    """Find what would stop a run, with the command that mends it; exit status 1 when something does."""
+    from tailtune import doctor
+
+    findings = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only)
+    click.echo(json.dumps(doctor.as_json(findings), indent=2) if as_json else "\n".join(doctor.as_lines(findings)))
+    sys.exit(1 if doctor.blocked(findings) else 0)
+
+
+@main.command()
+@click.argument("run")
+@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@_one_line_errors
+def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
+    """Delete the training jobs of a RUN, so that its GPUs are free; checkpoints stay."""
+    from tailtune.jobs import cluster
+
+    _say_deleted(cluster.cancel(run, cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+
+
+@main.command()
+@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@_one_line_errors
+def gc(namespace: str | None, dry_run: bool) -> None:
+    """Delete training jobs that no pipeline step waits for any more."""
+    from tailtune.jobs import cluster
+
+    _say_deleted(cluster.collect_garbage(cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+
+
+def _say_deleted(names: list[str], dry_run: bool) -> None:
+    for name in names:
+        click.echo(name)
+    click.echo(f"{len(names)} jobs {'would be ' if dry_run else ''}deleted", err=True)
+
+
 def _recipe(name_or_path: str, parameters: tuple[str, ...]) -> Recipe:
     return with_overrides(load_recipe(name_or_path), parse_parameters(parameters))
 

@@ -32,6 +32,10 @@ PARAMETERS: dict[str, str] = {
     "learning_rate": "stages.0.trainer.learning_rate",
     "num_nodes": "resources.num_nodes",
     "ranks_per_node": "resources.ranks_per_node",
+    "queue": "resources.queue",
+    "training_data_pvc": "cluster.data_claim",
+    "trained_models_pvc": "cluster.models_claim",
+    "workspace_pvc": "cluster.workspace_claim",
     "seed": "seed",
 }
 """Run parameter → dotted key of the recipe."""
@@ -42,6 +46,12 @@ ENVIRONMENT: dict[str, str] = {
     "LEARNING_RATE": "learning_rate",
 }
 """Environment variable of the training container → run parameter."""
+
+
+Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$")]
+"""Kubernetes' notation of an amount: `6`, `500m`, `20Gi`."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+"""Of an object of Kubernetes."""
 
 
 class Config(BaseModel):
@@ -215,6 +225,32 @@ class Resources(Config):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     shutdown_seconds: Annotated[int, Field(ge=1)] = 300
     """Time that a checkpoint may take after SIGTERM before the ranks are killed."""
+    # of a pod, on a cluster; quantities as Kubernetes writes them
+    gpu: str = "nvidia.com/gpu"
+    """Name of the GPU resource; empty to train on the CPU."""
+    cpu: Quantity = "6"
+    cpu_request: Quantity = "4"
+    memory: Quantity = "20Gi"
+    memory_request: Quantity = "16Gi"
+    job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
+    """What the training job is made as; `auto` takes what the cluster has, PyTorchJob first."""
+    queue: str = ""
+    """LocalQueue of Kueue; empty where jobs do not queue."""
+    tolerations: list[dict[str, str]] = []
+    node_selector: dict[str, str] = {}
+    start_seconds: Annotated[int, Field(ge=1)] = 3600
+    """How long all pods may take until they run: queue, node, image."""
+    deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
+    """How long the whole job may take."""
+
+
+class Cluster(Config):
+    """What a cluster holds for the run, by name."""
+
+    data_claim: Name = "training-data-pvc"
+    """Volume claims. Several nodes need ReadWriteMany."""
+    models_claim: Name = "trained-models-pvc"
+    workspace_claim: Name = "workspace-pvc"
 
 
 class Hardware(Config):
@@ -238,6 +274,7 @@ class Recipe(Config):
     gate: Annotated[list[GateRule], Field(min_length=1)]
     demo: Demo
     resources: Resources = Resources()
+    cluster: Cluster = Cluster()
     hardware: Hardware = Hardware()
     local: dict[str, Any] = {}
     """Dotted keys and values that apply to runs on this machine only."""

@@ -28,10 +28,8 @@ def resolve_run(
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"run_name '{name}': use letters, digits, '-', '_' and '.', at most 100")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
-    if recipe.resources.num_nodes != 1:
-        raise UserError(
-            f"num_nodes is {recipe.resources.num_nodes}, but jobs run on one machine so far; set num_nodes=1"
-        )
+    if local and recipe.resources.num_nodes != 1:
+        raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node; set num_nodes=1")
     check_trainer_arguments(recipe)
     find_profile("cpu", recipe.hardware.profile)
     directories = {

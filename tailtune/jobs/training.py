@@ -4,20 +4,21 @@ from pathlib import Path
 
 from tailtune.errors import UserError
 from tailtune.identity import claim_checkpoints, training_key
-from tailtune.jobs.job import Job
-from tailtune.jobs.local import run_job
+from tailtune.jobs import local
+from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
 from tailtune.log import log
 from tailtune.manifest import read_manifest, write_text
 from tailtune.run import Run
 
 
-def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
+def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
     """Train the recipe's stage and return `best_model/`; a finished one is left untouched.
 
-    `data_dir` holds `data.parquet` with its manifest, `model_dir` the base model. Raises JobFailed,
-    and UserError when the run's checkpoints come from other settings.
+    `data_dir` holds `data.parquet` with its manifest, `model_dir` the base model. On a cluster the ranks
+    run in pods of `trainer_image`. Raises JobFailed, and UserError when the run's checkpoints come from
+    other settings.
     """
-    recipe, resources = run.recipe, run.recipe.resources
+    recipe = run.recipe
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} holds no complete Parquet file; run the parquet step first")
     key = training_key(recipe, data_dir, model_dir)
@@ -28,21 +29,64 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
         return run.best_model_dir
     claim_checkpoints(run.models_dir / "checkpoints", key)
     write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
-    stage = recipe.stages[0]
-    run_job(
-        Job(
-            name=f"{recipe.name}-{stage.name}",
-            module="tailtune.train",
-            args=("--recipe", str(recipe_path), "--stage", stage.name, "--model-dir", str(model_dir)),
-            num_nodes=resources.num_nodes,
-            ranks_per_node=resources.ranks_per_node,
-            max_restarts=resources.max_restarts,
-            shutdown_seconds=resources.shutdown_seconds,
-            environment={
-                "DATA_DIR": str(data_dir),
-                "OUTPUT_DIR": str(run.models_dir),
-                "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),
-            },
-        )
-    )
+    job = make_job(run, data_dir, model_dir, recipe_path, trainer_image)
+    if run.local:
+        local.run_job(job)
+    else:
+        from tailtune.jobs import cluster
+
+        cluster.run_job(job, cluster.Cluster())
+    if read_manifest(run.best_model_dir, key) is None:  # succeeded, but not on the volume that is mounted here
+        raise JobFailed(f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model; mount the same volume "
+                        "in this step and in the job's pods")  # fmt: skip
     return run.best_model_dir
+
+
+def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, trainer_image: str) -> Job:
+    """The recipe's stage as a job."""
+    recipe, resources, claims = run.recipe, run.recipe.resources, run.recipe.cluster
+    stage = recipe.stages[0]
+    labels = {
+        "app.kubernetes.io/name": "tailtune",
+        "app.kubernetes.io/component": "training",
+        "app.kubernetes.io/managed-by": "tailtune",
+        "app.kubernetes.io/instance": label_value(run.name),
+        "tailtune.io/run": label_value(run.name),
+        "tailtune.io/recipe": recipe.name,
+        "tailtune.io/stage": stage.name,
+    }
+    pod = None if run.local else Pod(
+        image=trainer_image,
+        cpu=resources.cpu,
+        memory=resources.memory,
+        cpu_request=resources.cpu_request,
+        memory_request=resources.memory_request,
+        gpu=resources.gpu,
+        volumes=(
+            (claims.data_claim, str(run.data_dir.parent)),
+            (claims.models_claim, str(run.models_dir.parent)),
+            (claims.workspace_claim, str(run.workspace_dir.parent)),
+        ),
+        kind=resources.job_kind,
+        queue=resources.queue,
+        tolerations=tuple(resources.tolerations),
+        node_selector=resources.node_selector,
+    )  # fmt: skip
+    return Job(
+        name=f"{recipe.name}-{stage.name}" if run.local else job_name(run.name, stage.name),
+        module="tailtune.train",
+        args=("--recipe", str(recipe_path), "--stage", stage.name, "--model-dir", str(model_dir)),
+        num_nodes=resources.num_nodes,
+        ranks_per_node=resources.ranks_per_node,
+        max_restarts=resources.max_restarts,
+        shutdown_seconds=resources.shutdown_seconds,
+        environment={
+            "DATA_DIR": str(data_dir),
+            "OUTPUT_DIR": str(run.models_dir),
+            "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),
+        },
+        labels=labels,
+        start_seconds=resources.start_seconds,
+        deadline_seconds=resources.deadline_seconds,
+        pod=pod,
+    )

@@ -200,7 +200,7 @@ def test_a_save_of_40_seconds_survives_sigterm(prepared: Path, make_run: Callabl
     )
     run = make_run("slow", **LONG, **{"stages.0.trainer.save_steps": 1000, "stages.0.trainer.eval_steps": 1000})
     log = tmp_path / "log"
-    launcher = LAUNCH.replace("with step", "import tailtune.jobs.training as t, dataclasses\n"
+    launcher = LAUNCH.replace("with step", "import tailtune.jobs.local as t, dataclasses\n"
                               "original = t.run_job\n"
                               "t.run_job = lambda job: original(dataclasses.replace(job, module='slow_save'))\n"
                               "with step")  # fmt: skip

@@ -129,6 +129,26 @@ def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> 
     assert inputs(specification)["num_nodes"]["parameterType"] == "NUMBER_INTEGER"
 
 
+def test_every_step_sees_the_three_volumes_by_the_runs_own_claims(compiled: str, specification: dict[str, Any]) -> None:
+    platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert platform.keys() == specification["deploymentSpec"]["executors"].keys()
+    for executor in platform.values():
+        mounts = {m["mountPath"]: m["pvcNameParameter"]["componentInputParameter"].removeprefix("pipelinechannel--")
+                  for m in executor["pvcMount"]}  # fmt: skip
+        assert mounts == {"/shared/data": "training_data_pvc", "/shared/models": "trained_models_pvc",
+                          "/shared/workspace": "workspace_pvc"}  # fmt: skip
+
+
+def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification: dict[str, Any]) -> None:
+    executors, tasks = specification["deploymentSpec"]["executors"], specification["root"]["dag"]["tasks"]
+    for name in ("exec-evaluate-model", "exec-make-demo"):
+        assert executors[name]["container"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/gpu"
+    assert "resources" not in executors["exec-train-stage"]["container"], "the step that waits needs no GPU"
+    retried = {name for name, task in tasks.items() if task.get("retryPolicy", {}).get("maxRetryCount")}
+    assert retried == {"fetch-dataset", "fetch-model", "train-stage"}
+    assert not any(task.get("cachingOptions", {}).get("enableCache") for task in tasks.values())
+
+
 def test_compile_time(tmp_path: Path) -> None:
     """Under 3 s on an idle laptop; a busy machine is given more."""
     program = (

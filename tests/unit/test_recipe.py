@@ -98,11 +98,16 @@ def test_pairs_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:
     assert parse_parameters(["a=b=c", " epochs = 2", "epochs=3"]) == {"a": "b=c", "epochs": 3}
 
 
+TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_pvc", "trained_models_pvc",
+         "workspace_pvc")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("key", "value", "path"),
     [
-        *((name, 2, path) for name, path in PARAMETERS.items() if name not in ("base_model", "model_revision",
-                                                                               "data_source")),
+        *((name, 2, path) for name, path in PARAMETERS.items() if name not in TEXTS),
+        ("queue", "team", "resources.queue"),
+        ("workspace_pvc", "my-volume", "cluster.workspace_claim"),
         ("base_model", "owner/name", "model.base_model"),
         ("model_revision", "v1", "model.revision"),
         ("data_source", "rows.csv", "data.source"),

@@ -12,9 +12,9 @@ from tailtune.resolve import resolve_run
 from tailtune.run import Run
 
 
-def resolve(folder: Path, name: str = "mine", **overrides: object) -> Run:
+def resolve(folder: Path, name: str = "mine", *, local: bool = False, **overrides: object) -> Run:
     places = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
-    return resolve_run(tiny_recipe().to_json(), overrides, name, *places, local=False)
+    return resolve_run(tiny_recipe().to_json(), overrides, name, *places, local=local)
 
 
 def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) -> None:
@@ -31,10 +31,11 @@ def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_more_nodes_than_there_is_a_launcher_for_are_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="num_nodes is 4, but jobs run on one machine so far; set num_nodes=1"):
-        resolve(tmp_path, num_nodes=4)
+def test_more_nodes_than_this_machine_is_are_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_nodes is 4, but this machine is one node; set num_nodes=1"):
+        resolve(tmp_path, local=True, num_nodes=4)
     assert not list(tmp_path.iterdir())
+    assert resolve(tmp_path, num_nodes=4).recipe.resources.num_nodes == 4
 
 
 def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> None:

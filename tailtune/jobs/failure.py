@@ -1,0 +1,60 @@
+"""What went wrong in a job, in one class, with what to try."""
+
+import re
+from dataclasses import dataclass
+
+from tailtune.jobs.pods import Failure
+
+NUM_SHOWN_LINES = 12
+
+
+@dataclass(frozen=True)
+class Class:
+    name: str
+    pattern: str
+    """Regular expression on Kubernetes' reason, torchrun's account and the last lines."""
+    remedy: str
+
+
+CLASSES = (
+    Class("preempted", r"Preempt|Evicted|NodeShutdown|DeletionByTaintManager|NodeLost",
+          "the node was taken away; run again, it resumes from the last checkpoint"),
+    Class("out of memory on the GPU", r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+          "lower batch_size and raise stages.0.trainer.gradient_accumulation_steps, then lower max_length"),
+    Class("out of memory on the host", r"OOMKilled|exit status (-9|137)\b|DefaultCPUAllocator",
+          "raise resources.memory, or set stages.0.tail.cache=disk"),
+    Class("network between the ranks", r"NCCL|ProcessGroupGloo|Dist(Network|Backend)Error|RendezvousTimeout"
+                                       r"|RendezvousConnection|Connection (refused|reset|closed) by|Socket Timeout",
+          "check that the network policy lets the job's pods reach each other"),
+    Class("a full volume", r"No space left on device|Disk quota exceeded",
+          "free space on the volumes, or ask for larger claims"),
+    Class("image", r"ImagePullBackOff|ErrImagePull|InvalidImageName|ErrImageNeverPull|ImageInspectError",
+          "check cluster.image_registry, and that the image exists: oc get imagestreams"),
+    Class("scheduling", r"Unschedulable|did not start within|Insufficient|untolerated taint",
+          "ask for fewer nodes or less (resources.*), wait for the queue, or set resources.tolerations"),
+)  # fmt: skip
+CODE = Class("code", "", "the lines above show where; the whole log is in the pod")
+DATA = Class("data or settings", "", "")
+
+
+def classify(text: str) -> Class:
+    """The first class whose pattern is in the text; a fault of the code when none is."""
+    return next((one for one in CLASSES if re.search(one.pattern, text)), CODE)
+
+
+def explain(job: str, failures: list[Failure], ended: str) -> str:
+    """One message: the first failing rank, exit code, class, last lines, remedy. `ended` is the job's own reason."""
+    for failure in failures:
+        if error := failure.words.get("user_error"):
+            return str(error)
+    if not failures:
+        kind = classify(ended)
+        return f"job '{job}' failed ({kind.name}): {ended}; {kind.remedy}"
+    first = failures[0]
+    lines = [str(line) for line in first.words.get("lines") or []][-NUM_SHOWN_LINES:]
+    account = first.words.get("failure") or f"exit status {first.exit_code}"
+    kind = classify("\n".join([first.reason, f"exit status {first.exit_code}", str(account), *lines]))
+    output = "".join(f"\n    {line}" for line in lines)
+    return f"job '{job}' failed ({kind.name}) in pod {first.pod}, {first.reason}: {account}; {kind.remedy}" + (
+        f"; its last lines:{output}" if output else ""
+    )

@@ -1,0 +1,23 @@
+"""What happens at SIGTERM and SIGINT."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def on_stop(handle: Callable[[list[int]], None]) -> Iterator[list[int]]:
+    """Within the block, SIGTERM and SIGINT call `handle` with the signals received so far; yields that list."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        handle(received)
+
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

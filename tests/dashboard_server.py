@@ -1,0 +1,190 @@
+"""As much of the pipeline server's REST API (v2beta1) as `pipeline_server` uses, for the real kfp client.
+
+Strict where the real one is: unknown fields are refused by the models of `kfp_server_api`, a pipeline's name is
+taken once, a version needs its pipeline, a cron needs six fields, and every request needs the token.
+"""
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import kfp_server_api
+import yaml
+
+NAMESPACE = "lyric-professor"
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_fields(value: Any, kind: str, path: str = "") -> None:
+    if match := re.fullmatch(r"list\[(.*)\]", kind):
+        for i, one in enumerate(value):
+            check_fields(one, match[1], f"{path}[{i}]")
+        return
+    model = getattr(kfp_server_api, kind, None)
+    if model is None or not isinstance(value, dict):  # text, numbers, enumerations
+        return
+    names = {json_name: name for name, json_name in model.attribute_map.items()}
+    for key, one in value.items():
+        if key not in names:
+            raise Refused(400, f'unknown field "{path}.{key}"')
+        if one is not None:
+            check_fields(one, model.openapi_types[names[key]], f"{path}.{key}")
+
+
+class Server:
+    def __init__(self) -> None:
+        self.token = "a-token"
+        self.statuses: list[int] = []
+        """Answers to the next requests, instead of their own."""
+        self.pipelines: dict[str, dict[str, Any]] = {}
+        self.versions: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, bytes] = {}
+        self.experiments: dict[str, dict[str, Any]] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.recurring: dict[str, dict[str, Any]] = {}
+        self.states: list[str] = ["SUCCEEDED"]
+        """What a run's state is at each look; the last one stays."""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def handle_all(self) -> None:
+                outer.answer(self)
+
+            do_GET = do_POST = do_DELETE = handle_all
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        content = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        url = urlsplit(request.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        try:
+            if self.statuses:
+                raise Refused(self.statuses.pop(0), "the server is in trouble")
+            if request.headers.get("Authorization") != f"Bearer {self.token}":
+                raise Refused(401, "Unauthorized")
+            status, answer = 200, self._route(request, url.path.removeprefix("/apis/v2beta1/"), query, content)
+        except Refused as refusal:
+            status, answer = refusal.status, {"error": str(refusal), "message": str(refusal)}
+        body = json.dumps(answer).encode()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            request.send_response(status)
+            request.send_header("Content-Type", "application/json")
+            request.send_header("Content-Length", str(len(body)))
+            request.end_headers()
+            request.wfile.write(body)
+
+    def _route(self, request: BaseHTTPRequestHandler, path: str, query: dict[str, str], content: bytes) -> Any:
+        method, parts = request.command, path.split("/")
+        match method, parts:
+            case "GET", ["healthz"]:
+                return {"multi_user": False}
+            case "POST", ["pipelines"]:
+                body = self._body(content, "V2beta1Pipeline")
+                if any(one["display_name"] == body["display_name"] for one in self.pipelines.values()):
+                    raise Refused(409, f"the name {body['display_name']} already exists")
+                return self._add(self.pipelines, "pipeline_id", body)
+            case "POST", ["pipelines", "upload_version"]:
+                return self._add_version(query["pipelineid"], query["name"], request, content)
+            case "GET", ["pipelines"]:
+                found = list(self.pipelines.values())
+                for predicate in json.loads(query.get("filter", "{}") or "{}").get("predicates", []):
+                    found = [one for one in found if one[predicate["key"]] == predicate["stringValue"]]
+                return {"pipelines": found}
+            case "GET", ["pipelines", pipeline, "versions"]:
+                return {"pipeline_versions": [v for v in self.versions.values() if v["pipeline_id"] == pipeline]}
+            case "GET", ["experiments"]:
+                found = list(self.experiments.values())
+                for predicate in json.loads(query.get("filter", "{}") or "{}").get("predicates", []):
+                    found = [one for one in found if one[predicate["key"]] == predicate["stringValue"]]
+                return {"experiments": found}
+            case "POST", ["experiments"]:
+                return self._add(self.experiments, "experiment_id", self._body(content, "V2beta1Experiment"))
+            case "POST", ["runs"]:
+                body = self._body(content, "V2beta1Run")
+                self._version_exists(body["pipeline_version_reference"], latest=False)
+                return self._add(self.runs, "run_id", body)
+            case "GET", ["runs", run]:
+                if run not in self.runs:
+                    raise Refused(404, f"run {run} not found")
+                state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+                tasks = [{"display_name": "train-stage", "state": state}]
+                return {**self.runs[run], "state": state, "run_details": {"task_details": tasks}}
+            case "POST", ["recurringruns"]:
+                body = self._body(content, "V2beta1RecurringRun")
+                self._version_exists(body["pipeline_version_reference"], latest=True)
+                cron = body["trigger"].get("cron_schedule")
+                if cron and len(cron["cron"].split()) != 6:
+                    raise Refused(400, "cron: six fields expected")
+                if not 1 <= int(body["max_concurrency"]) <= 10:
+                    raise Refused(400, "max_concurrency: 1 to 10")
+                return self._add(self.recurring, "recurring_run_id", {**body, "status": "ENABLED"})
+            case "GET", ["recurringruns"]:
+                return {"recurringRuns": list(self.recurring.values())}
+            case "DELETE", ["recurringruns", one]:
+                if self.recurring.pop(one, None) is None:
+                    raise Refused(404, f"recurring run {one} not found")
+                return {}
+        raise Refused(404, f"{method} {path} not found")
+
+    def _body(self, content: bytes, kind: str) -> dict[str, Any]:
+        body = json.loads(content)
+        check_fields(body, kind)
+        return dict(body)
+
+    def _version_exists(self, reference: dict[str, Any], *, latest: bool) -> None:
+        if reference["pipeline_id"] not in self.pipelines:
+            raise Refused(404, "pipeline not found")
+        version = reference.get("pipeline_version_id")
+        if version is None and latest:
+            return
+        if version not in self.versions:
+            raise Refused(400, "pipeline version not found")
+
+    def _add(self, where: dict[str, Any], key: str, one: dict[str, Any]) -> dict[str, Any]:
+        one = {**one, key: str(uuid.uuid4())}
+        where[one[key]] = one
+        return one
+
+    def _add_version(self, pipeline: str, name: str, request: Any, content: bytes) -> dict[str, Any]:
+        if pipeline not in self.pipelines:
+            raise Refused(404, "pipeline not found")
+        if any(v["display_name"] == name and v["pipeline_id"] == pipeline for v in self.versions.values()):
+            raise Refused(409, f"version {name} already exists")
+        boundary = re.search(r'boundary="?([^";]+)', request.headers["Content-Type"])
+        assert boundary is not None
+        part = content.split(f"--{boundary[1]}".encode())[1]
+        file = part.split(b"\r\n\r\n", 1)[1].removesuffix(b"\r\n")
+        list(yaml.safe_load_all(file))
+        one = self._add(self.versions, "pipeline_version_id", {"pipeline_id": pipeline, "display_name": name})
+        self.files[one["pipeline_version_id"]] = file
+        return one
+
+
+@contextmanager
+def dashboard() -> Iterator[Server]:
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.http.server_close()

@@ -1,0 +1,288 @@
+"""The launcher on a cluster, over HTTP: what it does, and what it says when a cluster does what clusters do."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from kubernetes_server import NAMESPACE, Server, cluster
+
+from tailtune.jobs import cluster as launcher
+from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
+
+MODULES = {
+    "lines": "import os, time\nfor i in range(40):\n    print(f'line {i}', flush=True)\n    time.sleep(0.02)",
+    "raises": "import os, time\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
+              "@record\ndef main():\n    if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
+              "    time.sleep(60)\nmain()",
+    "gpu": "import os, time\nfrom torch import OutOfMemoryError\n"
+           "from torch.distributed.elastic.multiprocessing.errors import record\n"
+           "@record\ndef main():\n    if os.environ['RANK'] == '0': raise OutOfMemoryError('CUDA out of memory.')\n"
+           "    time.sleep(60)\nmain()",
+    "user": "import sys, time\nprint('tailtune | train: error: the data are no data; give data', flush=True)\n"
+            "sys.exit(1)",
+    "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
+    "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
+            "if all(m.exists() for m in marks): sys.exit(0)\nmarks[int(os.environ['RANK'])].write_text('x')\n"
+            "while not all(m.exists() for m in marks): time.sleep(0.05)\nprint('step 2/9', flush=True)\ntime.sleep(60)",
+}  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name, source in MODULES.items():
+        (tmp_path / f"pod_{name}.py").write_text(source)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.2)
+    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path), MARK=str(tmp_path / "mark")) as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        yield running
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What a step's log would hold: the ranks' lines, then the launcher's own."""
+    caplog.set_level("INFO", "tailtune")
+    return lambda: capsys.readouterr().err + caplog.text
+
+
+def make_job(module: str, **changes: Any) -> Job:
+    pod = Pod(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
+              volumes=(("training-data-pvc", "/shared/data"), ("workspace-pvc", "/shared/workspace")))  # fmt: skip
+    job = Job(name=job_name("a run", "sft"), module=f"pod_{module}", args=(), num_nodes=2, ranks_per_node=1,
+              shutdown_seconds=5, start_seconds=60, pod=pod, labels={"tailtune.io/run": "a-run"})  # fmt: skip
+    return replace(job, **changes)
+
+
+def run(job: Job, api_seconds: float = 30) -> None:
+    launcher.run_job(job, launcher.Cluster(api_seconds=api_seconds))
+
+
+def in_background(action: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def numbered(text: str, rank: int) -> list[int]:
+    return [int(n) for n in re.findall(rf"^\[rank {rank}\] line (\d+)$", text, re.MULTILINE)]
+
+
+def test_all_ranks_lines_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
+    run(make_job("lines"))
+    err = shown()
+    assert numbered(err, 0) == numbered(err, 1) == list(range(40))
+    assert "job a-run-sft-" in err and "created, 2 nodes x 1 ranks" in err
+
+
+def test_streams_that_break_in_mid_line_lose_and_repeat_nothing(server: Server, shown: Callable[[], str]) -> None:
+    server.faults.drop_streams = [3, 9, 1, 20, 0, 15, 30] * 2
+    run(make_job("lines"))
+    err = shown()
+    assert numbered(err, 0) == numbered(err, 1) == list(range(40))
+
+
+@pytest.mark.parametrize("statuses", [[500, 503, 502], [429, 429], [0, 0]], ids=["5xx", "429", "reset"])
+def test_an_api_in_trouble_is_waited_for(server: Server, statuses: list[int]) -> None:
+    server.faults.statuses = list(statuses)  # at the first calls, creation among them
+    timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and later
+    run(make_job("lines"))
+    timer.join()
+    assert server.requests.count(f"POST /apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs") >= 1
+
+
+def test_an_expired_token_is_read_again(server: Server, shown: Callable[[], str]) -> None:
+    def expire() -> None:
+        time.sleep(1)
+        server.token = "second-token"
+        time.sleep(1)
+        server.write_kubeconfig()
+
+    thread = in_background(expire)
+    run(make_job("lines"))
+    thread.join()
+    err = shown()
+    assert numbered(err, 0) == list(range(40)) and "-token" not in err
+
+
+def test_a_token_that_stays_refused_asks_for_a_login(server: Server) -> None:
+    server.token = "another"
+    with pytest.raises(ValueError, match="refuses the token; log in again with oc login"):
+        run(make_job("lines"), api_seconds=2)
+
+
+def test_pods_that_wait_say_why_and_then_run(server: Server, shown: Callable[[], str]) -> None:
+    server.faults.pending.set()
+    timer = in_background(lambda: (time.sleep(1.5), server.faults.pending.clear()))
+    run(make_job("lines"))
+    timer.join()
+    assert "-worker-0 waits (scheduling): 0/4 nodes are available: 4 Insufficient" in shown()
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "message"),
+    [
+        (lambda s: s.faults.pending.set(), {"start_seconds": 1},
+         r"\(scheduling\): did not start within 1 s: .*Insufficient"),
+        (lambda s: setattr(s.faults, "image", True), {},
+         r"\(image\): .*ImagePullBackOff.*check cluster.image_registry"),
+        (lambda s: s.claims.clear(), {"start_seconds": 1}, r'persistentvolumeclaim "training-data-pvc" not found'),
+        (lambda s: None, {"module": "pod_long", "deadline_seconds": 6},
+         r"took longer than 6 s and was deleted; raise"),
+    ],
+    ids=["no node", "no image", "no volume", "too long"],
+)  # fmt: skip
+def test_a_job_that_comes_to_nothing_is_deleted_and_explained(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Server], None],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(launcher, "STUCK_SECONDS", 1)
+    fault(server)
+    with pytest.raises(JobFailed, match=message):
+        run(replace(make_job("lines"), **changes))
+    wait_until(lambda: not server.jobs)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("raises", r"\(code\) in pod \S+-(master|worker)-0, Error: rank 1 failed first, .*disk is on fire"),
+        ("gpu", r"\(out of memory on the GPU\).*lower batch_size"),
+        ("user", r"^the data are no data; give data$"),
+    ],
+)  # fmt: skip
+def test_a_failed_job_is_a_failure_that_names_rank_class_and_remedy(server: Server, module: str, message: str) -> None:
+    with pytest.raises(JobFailed, match=message):
+        run(make_job(module))
+
+
+def test_a_container_without_memory_is_explained(server: Server) -> None:
+    server.faults.exit_codes = {"worker-0": (137, "OOMKilled")}
+    with pytest.raises(
+        JobFailed, match=r"\(out of memory on the host\) in pod .*worker-0, OOMKilled: .*resources.memory"
+    ):
+        run(make_job("long"))
+
+
+def test_a_pod_that_is_killed_starts_again_and_the_others_with_it(server: Server) -> None:
+    server.faults.kill_pods = ["worker-0"]
+    run(make_job("once", max_restarts=2))
+    assert server.faults.kill_pods == []
+
+
+def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
+    job = make_job("long")
+    timer = in_background(lambda: (time.sleep(3), server.delete_job(job.name)))
+    with pytest.raises(JobFailed, match="was deleted while it ran; run again to resume"):
+        run(job)
+    timer.join()
+
+
+LAUNCH = """
+import sys
+sys.path[:0] = {paths!r}
+from tailtune.jobs import cluster as launcher
+from tailtune.log import step
+from test_cluster import make_job
+launcher.POLL_SECONDS = 0.2
+with step("train"):
+    launcher.run_job(make_job("long"), launcher.Cluster())
+"""
+
+
+def start_launcher(server: Server) -> "subprocess.Popen[str]":
+    here = Path(__file__).resolve().parent
+    program = LAUNCH.format(paths=[str(here), str(here.parent)])
+    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
+    wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
+    return process
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
+    process = start_launcher(server)
+    pods = [p.process for pods in server.pods.values() for p in pods]
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
+    wait_until(lambda: not server.jobs and all(p is None or p.poll() is not None for p in pods))
+
+
+def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
+    first = start_launcher(server)
+    first.kill()  # no time to delete anything
+    first.wait()
+    assert list(server.jobs) == [make_job("long").name]
+    timer = in_background(
+        lambda: (time.sleep(2), [p.signal(signal.SIGKILL) for ps in server.pods.values() for p in ps])
+    )
+    with pytest.raises(JobFailed):  # the pods are killed: the job that is followed fails, and no other was made
+        run(make_job("long"))
+    timer.join()
+    assert "is there already and" in shown()
+    assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1
+
+
+def test_a_failed_job_of_an_earlier_attempt_is_replaced(server: Server, shown: Callable[[], str]) -> None:
+    with pytest.raises(JobFailed):
+        run(make_job("raises"))
+    run(replace(make_job("lines"), name=make_job("raises").name))
+    assert "of an earlier attempt (failed) is replaced" in shown()
+
+
+def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set, as in a pod; its token is not there, so the login is used")
+    there = launcher.Cluster()
+    for run_name, pod in (("one", "step-one"), ("two", "step-two")):
+        monkeypatch.setenv("HOSTNAME", pod)
+        job = make_job("long", name=job_name(run_name, "sft"))
+        there.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
+    server.step_pods = {"step-one": "Running", "step-two": "Running"}
+    assert launcher.collect_garbage(there) == []
+    server.step_pods["step-one"] = "Failed"
+    del server.step_pods["step-two"]
+    orphans = [job_name("one", "sft"), job_name("two", "sft")]
+    assert sorted(launcher.collect_garbage(there, dry_run=True)) == sorted(orphans) == sorted(server.jobs)
+    assert launcher.cancel("two", there) == [job_name("two", "sft")]
+    assert launcher.collect_garbage(there) == [job_name("one", "sft")]
+    wait_until(lambda: not server.jobs)
+
+
+def test_the_server_is_strict(server: Server) -> None:
+    url = f"{server.url}/apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs"
+    headers = {"Authorization": f"Bearer {server.token}"}
+    body = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "a"},
+            "spec": {"pytorchReplicaSpecs": {}, "runPolicy": {"cleanPods": "All"}}}  # fmt: skip
+    answer = requests.post(url, json=body, headers=headers, timeout=5)
+    assert answer.status_code == 400 and 'unknown field "spec.runPolicy.cleanPods"' in answer.json()["message"]
+    assert (
+        requests.get(f"{server.url}/api/v1/namespaces/{NAMESPACE}/events", headers=headers, timeout=5).status_code
+        == 403
+    )
+    assert requests.get(url, timeout=5).status_code == 401
+
+
+@pytest.mark.parametrize("run_name", ["demo", "A_very.Long name " * 8, "7-of-9", "ünïcode", "-"])
+def test_names_are_valid_and_their_own(run_name: str) -> None:
+    name = job_name(run_name, "sft")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(f"{name}-worker-12") <= 63
+    assert name == job_name(run_name, "sft") != job_name(f"{run_name}x", "sft")
+    assert re.fullmatch(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?", label_value(run_name))

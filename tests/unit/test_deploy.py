@@ -1,0 +1,484 @@
+"""deploy/: what `oc apply -k` would send, checked without a cluster, and the pods that run beside it."""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.client import ApiClient
+from kubernetes_server import Refused, check_fields
+
+import tailtune
+from tailtune.jobs.job import Job
+from tailtune.jobs.pods import pod_template
+from tailtune.jobs.training import make_job
+from tailtune.recipe import Cluster
+from tailtune.run import Run
+
+Manifest = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+OWN_PROJECT, CLUSTER_ADMIN = DEPLOY / "overlays/own-project", DEPLOY / "cluster-admin"
+SERVICE_ACCOUNT = "pipeline-runner-dspa"
+
+# ---- as much of kustomize as deploy/ uses -----------------------------------------------------------
+
+KEYS = {"apiVersion", "kind", "namespace", "resources", "components", "labels", "patches", "replacements"}
+CLUSTER_SCOPED = ("ClusterRole", "ClusterRoleBinding")
+
+
+def kustomization(folder: Path) -> str:
+    return (folder / "kustomization.yaml").read_text()
+
+
+def with_components(folder: Path) -> str:
+    """The kustomization as it is once a learner has taken the comment signs off the components."""
+    text, count = re.subn(r"^# (components:|  - components/)", r"\1", kustomization(folder), flags=re.MULTILINE)
+    assert count > 1
+    return text
+
+
+def documents(path: Path) -> list[Manifest]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def references(folder: Path) -> Iterator[Path]:
+    """Every file that a kustomization leads to, itself included."""
+    yield folder / "kustomization.yaml"
+    parsed = yaml.safe_load(kustomization(folder))
+    for entry in [*parsed.get("resources", []), *parsed.get("components", [])]:
+        path = (folder / entry).resolve()
+        yield from references(path) if path.is_dir() else [path]
+
+
+def render(folder: Path, text: str | None = None) -> list[Manifest]:
+    """What `kustomize build` makes of the folder. Features that are not known here are refused."""
+    parsed = yaml.safe_load(text or kustomization(folder))
+    component = parsed["kind"] == "Component"
+    assert set(parsed) <= ({"apiVersion", "kind", "resources"} if component else KEYS)
+    manifests = []
+    for entry in [*parsed.get("resources", []), *parsed.get("components", [])]:
+        path = (folder / entry).resolve()
+        manifests += render(path) if path.is_dir() else documents(path)
+    for patch in parsed.get("patches", []):
+        targets = [m for m in manifests if m["kind"] == patch["target"]["kind"]
+                   and patch["target"].get("name") in (None, m["metadata"]["name"])]  # fmt: skip
+        assert targets, f"{folder}: nothing matches {patch['target']}"
+        for manifest in targets:
+            for operation in yaml.safe_load(patch["patch"]):
+                *parents, key = operation["path"].strip("/").split("/")
+                place = manifest
+                for parent in parents:
+                    place = place[parent]
+                assert operation["op"] == "add" or (operation["op"] == "replace" and key in place)
+                place[key] = operation["value"]
+    for manifest in manifests:
+        if "namespace" in parsed and manifest["kind"] not in CLUSTER_SCOPED:
+            manifest["metadata"]["namespace"] = parsed["namespace"]
+        for labels in parsed.get("labels", []):
+            assert set(labels) == {"pairs"}  # selectors are left alone
+            manifest["metadata"].setdefault("labels", {}).update(labels["pairs"])
+    for replacement in parsed.get("replacements", []):
+        source = replacement["source"]
+        [origin] = [m for m in manifests if m["kind"] == source["kind"] and m["metadata"]["name"] == source["name"]]
+        assert source["fieldPath"] == "metadata.namespace"
+        for target in replacement["targets"]:
+            assert target["fieldPaths"] == ["subjects.*.namespace"]
+            for manifest in manifests:
+                if manifest["kind"] == target["select"]["kind"]:
+                    for subject in manifest["subjects"]:
+                        subject["namespace"] = origin["metadata"]["namespace"]
+    return manifests
+
+
+RENDERED: dict[str, Callable[[], list[Manifest]]] = {
+    "deploy": lambda: render(DEPLOY),
+    "deploy with components": lambda: render(DEPLOY, with_components(DEPLOY)),
+    "own-project": lambda: render(OWN_PROJECT),
+    "cluster-admin": lambda: render(CLUSTER_ADMIN),
+}
+PROJECTS = {"deploy": "lyric-professor", "deploy with components": "lyric-professor", "own-project": "own-project"}
+
+
+def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest["kind"] in kinds]
+
+
+@pytest.fixture
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return RENDERED[request.param]()
+
+
+everywhere = pytest.mark.parametrize("manifests", RENDERED, indirect=True)
+in_projects = pytest.mark.parametrize(("manifests", "project"), PROJECTS.items(), indirect=["manifests"])
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl renders kustomizations; it is not installed")
+@pytest.mark.parametrize("entry", ["deploy", "deploy with components", "own-project", "cluster-admin"])
+def test_kubectl_renders_the_same(entry: str, tmp_path: Path) -> None:
+    copy = tmp_path / "deploy"
+    shutil.copytree(DEPLOY, copy)
+    if entry == "deploy with components":
+        (copy / "kustomization.yaml").write_text(with_components(DEPLOY))
+    folder = {"own-project": OWN_PROJECT, "cluster-admin": CLUSTER_ADMIN}.get(entry, DEPLOY).relative_to(DEPLOY)
+    process = subprocess.run(["kubectl", "kustomize", str(copy / folder)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+    def order(manifest: Manifest) -> tuple[str, str]:
+        return manifest["kind"], manifest["metadata"]["name"]
+
+    assert sorted(yaml.safe_load_all(process.stdout), key=order) == sorted(RENDERED[entry](), key=order)
+
+
+# ---- files ------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_used_and_every_reference_exists() -> None:
+    used = {path for entry in (DEPLOY, OWN_PROJECT, CLUSTER_ADMIN) for path in references(entry)}
+    assert used == {path for path in DEPLOY.rglob("*") if path.is_file()}
+    named = yaml.safe_load(with_components(DEPLOY))["components"]
+    assert {DEPLOY / name for name in named} == set((DEPLOY / "components").iterdir())
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_every_document_says_what_it_is_and_no_image_is_called_latest(path: Path) -> None:
+    assert all(document["apiVersion"] and document["kind"] for document in documents(path))
+    assert ":latest" not in path.read_text()
+
+
+# ---- fields -----------------------------------------------------------------------------------------
+
+RBAC = "rbac.authorization.k8s.io/v1"
+MODELS = {
+    ("v1", "PersistentVolumeClaim"): "V1PersistentVolumeClaim",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "V1NetworkPolicy",
+    (RBAC, "Role"): "V1Role",
+    (RBAC, "RoleBinding"): "V1RoleBinding",
+    (RBAC, "ClusterRole"): "V1ClusterRole",
+    (RBAC, "ClusterRoleBinding"): "V1ClusterRoleBinding",
+}
+QUANTITIES = {"cpu": str, "memory": str}
+DESCRIPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    # field → type or fields; `!` marks a required one
+    ("image.openshift.io/v1", "ImageStream"): {"tags!": [{"name!": str}]},
+    ("build.openshift.io/v1", "BuildConfig"): {
+        "source!": {"type!": str, "binary!": {}},
+        "strategy!": {
+            "type!": str,
+            "dockerStrategy!": {"dockerfilePath!": str, "buildArgs": [{"name!": str, "value!": str}]},
+        },
+        "output!": {"to!": {"kind!": str, "name!": str}},
+        "resources": {"requests": QUANTITIES, "limits": QUANTITIES},
+        "completionDeadlineSeconds": int,
+        "successfulBuildsHistoryLimit": int,
+        "failedBuildsHistoryLimit": int,
+    },
+    ("kueue.x-k8s.io/v1beta1", "LocalQueue"): {"clusterQueue!": str},
+}
+"""The specs of kinds that the `kubernetes` package does not model, as far as deploy/ uses them."""
+
+
+def check_description(value: Any, description: Any, path: str) -> None:
+    """Raise Refused for a field that is unknown, missing, or of another type."""
+    if isinstance(description, list):
+        if not isinstance(value, list) or not value:
+            raise Refused(422, f"{path}: must be a list with something in it")
+        for i, one in enumerate(value):
+            check_description(one, description[0], f"{path}[{i}]")
+    elif isinstance(description, dict):
+        if not isinstance(value, dict):
+            raise Refused(422, f"{path}: must be an object")
+        fields = {name.rstrip("!"): inner for name, inner in description.items()}
+        for name in value:
+            if name not in fields:
+                raise Refused(400, f"{path}.{name}: unknown field")
+            check_description(value[name], fields[name], f"{path}.{name}")
+        for name in description:
+            if name.endswith("!") and name.rstrip("!") not in value:
+                raise Refused(422, f"{path}.{name.rstrip('!')}: Required value")
+    elif not isinstance(value, description):
+        raise Refused(422, f"{path}: Invalid value: {value!r}: must be {description.__name__}")
+
+
+def check_manifest(manifest: Manifest) -> None:
+    kind = manifest["apiVersion"], manifest["kind"]
+    if kind in MODELS:
+        check_fields(manifest, MODELS[kind])
+        ApiClient().deserialize(SimpleNamespace(data=json.dumps(manifest)), MODELS[kind])  # required fields
+        return
+    if set(manifest) != {"apiVersion", "kind", "metadata", "spec"}:
+        raise Refused(400, f"{kind[1]}: has {sorted(manifest)}")
+    check_fields(manifest["metadata"], "V1ObjectMeta", "metadata")
+    check_description(manifest["spec"], DESCRIPTIONS[kind], "spec")
+
+
+@everywhere
+def test_all_fields_are_known_and_none_is_missing(manifests: list[Manifest]) -> None:
+    assert manifests
+    for manifest in manifests:
+        check_manifest(manifest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("PersistentVolumeClaim", lambda m: m["spec"].update(storageClass="x"), "unknown field"),
+        ("NetworkPolicy", lambda m: m["spec"].pop("podSelector"), "must not be `None`"),
+        ("RoleBinding", lambda m: m["roleRef"].pop("name"), "must not be `None`"),
+        ("BuildConfig", lambda m: m["spec"]["strategy"]["dockerStrategy"].update(dockerfile="x"), "unknown field"),
+        ("ImageStream", lambda m: m["spec"]["tags"][0].update(name=0.1), "must be str"),
+        ("LocalQueue", lambda m: m["spec"].clear(), "Required value"),
+    ],
+    ids=["claim", "policy", "binding", "build", "stream", "queue"],
+)
+def test_the_check_of_fields_refuses(kind: str, change: Callable[[Manifest], None], message: str) -> None:
+    manifest = of_kind(render(OWN_PROJECT), kind)[0]
+    change(manifest)
+    with pytest.raises((Refused, ValueError), match=message):
+        check_manifest(manifest)
+
+
+@everywhere
+def test_every_object_has_the_standard_labels_and_a_name_of_its_own(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        labels = manifest["metadata"]["labels"]
+        assert labels.pop("app.kubernetes.io/component")
+        assert labels == {"app.kubernetes.io/name": "tailtune", "app.kubernetes.io/part-of": "tailtune",
+                          "app.kubernetes.io/managed-by": "kustomize"}  # fmt: skip
+    assert len({(m["kind"], m["metadata"]["name"]) for m in manifests}) == len(manifests)
+
+
+# ---- what the objects say ---------------------------------------------------------------------------
+
+
+def test_the_default_needs_no_kind_and_no_right_that_a_project_might_lack() -> None:
+    kinds = {manifest["kind"] for manifest in render(DEPLOY)}
+    assert kinds == {"PersistentVolumeClaim", "ImageStream", "BuildConfig", "NetworkPolicy"}
+
+
+@in_projects
+def test_everything_is_in_the_one_project(manifests: list[Manifest], project: str) -> None:
+    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {project}
+
+
+@in_projects
+def test_the_claims_are_those_of_the_recipes_and_several_nodes_may_write(
+    manifests: list[Manifest], project: str
+) -> None:
+    claims = of_kind(manifests, "PersistentVolumeClaim")
+    expected = Cluster()
+    assert {c["metadata"]["name"] for c in claims} == {
+        expected.data_claim, expected.models_claim, expected.workspace_claim,
+    }  # fmt: skip
+    for claim in claims:
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    storage_class = "ocs-storagecluster-cephfs" if project == "lyric-professor" else "efs-sc"
+    assert [claim["spec"]["storageClassName"] for claim in claims] == [storage_class] * 3
+
+
+def test_the_images_are_those_that_the_pipeline_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAILTUNE_IMAGE_REGISTRY", raising=False)
+    images = runpy.run_path(str(ROOT / "components" / "images.py"))
+    manifests = render(DEPLOY)
+    builds = of_kind(manifests, "BuildConfig")
+    outputs = {build["metadata"]["name"]: build["spec"]["output"]["to"] for build in builds}
+    assert {to["kind"] for to in outputs.values()} == {"ImageStreamTag"}
+    project = manifests[0]["metadata"]["namespace"]
+    registry = f"image-registry.openshift-image-registry.svc:5000/{project}"
+    assert [f"{registry}/{outputs[name]['name']}" for name in ("tailtune-pipeline", "tailtune-trainer")] == [
+        images["PIPELINE"], images["TRAINER"],
+    ]  # fmt: skip
+    streams = {
+        f"{stream['metadata']['name']}:{tag['name']}"
+        for stream in of_kind(manifests, "ImageStream")
+        for tag in stream["spec"]["tags"]
+    }
+    assert streams == {to["name"] for to in outputs.values()}
+    assert {name.split(":")[1] for name in streams} == {tailtune.__version__}
+
+
+@in_projects
+def test_builds_read_their_containerfile_from_the_repositorys_root(manifests: list[Manifest], project: str) -> None:
+    for build in of_kind(manifests, "BuildConfig"):
+        source, strategy = build["spec"]["source"], build["spec"]["strategy"]
+        assert (source["type"], strategy["type"]) == ("Binary", "Docker") and "contextDir" not in source
+        image = build["metadata"]["name"].removeprefix("tailtune-")
+        assert strategy["dockerStrategy"]["dockerfilePath"] == f"images/{image}/Containerfile"
+        arguments = {one["name"] for one in strategy["dockerStrategy"].get("buildArgs", [])}
+        assert arguments == ({"BASE_IMAGE"} if project == "own-project" and image == "trainer" else set())
+
+
+@everywhere
+def test_roles_go_to_the_steps_service_account_alone(manifests: list[Manifest]) -> None:
+    roles = {(role["kind"], role["metadata"]["name"]) for role in of_kind(manifests, "Role", "ClusterRole")}
+    bindings = of_kind(manifests, "RoleBinding", "ClusterRoleBinding")
+    bound = {(binding["roleRef"]["kind"], binding["roleRef"]["name"]) for binding in bindings}
+    assert bound == roles
+    for binding in bindings:
+        project = binding["metadata"].get("namespace", "lyric-professor")
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": SERVICE_ACCOUNT, "namespace": project}]
+
+
+EDIT = {"create", "delete", "get", "list", "patch", "update", "watch"}
+READ = {"get", "list", "watch"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (OWN_PROJECT, {
+            "trainer.kubeflow.org/trainjobs": EDIT,
+            "trainer.kubeflow.org/trainjobs/status": {"get"},
+            "trainer.kubeflow.org/trainingruntimes": READ,
+            "kueue.x-k8s.io/localqueues": READ,
+        }),
+        (CLUSTER_ADMIN, {"trainer.kubeflow.org/clustertrainingruntimes": READ}),
+    ],
+    ids=["project", "cluster"],
+)  # fmt: skip
+def test_roles_give_what_the_service_account_lacks_and_no_more(entry: Path, expected: dict[str, set[str]]) -> None:
+    # more than a project's administrator holds (as `*`) would be refused as an escalation
+    given = {
+        f"{group}/{resource}": set(rule["verbs"])
+        for role in of_kind(render(entry), "Role", "ClusterRole")
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert given == expected
+
+
+def test_the_queue_is_an_option_that_refers_to_the_default_cluster_queue() -> None:
+    [queue] = of_kind(render(OWN_PROJECT), "LocalQueue")
+    assert (queue["metadata"]["name"], queue["spec"]) == ("tailtune", {"clusterQueue": "default"})
+
+
+# ---- the training pods ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(make_run: Callable[..., Run]) -> Job:
+    run = make_run().model_copy(update={"local": False})
+    job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json", "registry/trainer:1")
+    assert job.pod is not None
+    return replace(job, pod=replace(job.pod, secrets={"hub-token": "/secrets/hub-token"}, queue="tailtune"))
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    assert set(selector) == {"matchLabels"}
+    return selector["matchLabels"].items() <= labels.items()
+
+
+def test_the_network_policy_lets_training_pods_reach_each_other_and_nobody_else_reach_them(job: Job) -> None:
+    [policy] = of_kind(render(DEPLOY), "NetworkPolicy")
+    spec, labels = policy["spec"], pod_template(job, "pytorch")["metadata"]["labels"]
+    assert selects(spec["podSelector"], labels)
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"} and spec["egress"] == [{}]
+    [rule] = spec["ingress"]
+    assert set(rule) == {"from"}  # all ports
+    [peer] = rule["from"]
+    assert set(peer) == {"podSelector"} and peer["podSelector"] == spec["podSelector"]  # of this project
+    for build in of_kind(render(DEPLOY), "BuildConfig"):  # whose pods get its labels
+        assert not selects(spec["podSelector"], build["metadata"]["labels"])
+    assert not selects(spec["podSelector"], {**labels, "app.kubernetes.io/component": "step"})
+
+
+VOLUME_TYPES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
+                "secret"}  # fmt: skip
+SECCOMP_TYPES = ("RuntimeDefault", "Localhost")
+SELINUX_TYPES = (None, "", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+
+
+def violations(template: Manifest) -> list[str]:
+    """What breaks the restricted Pod Security Standard: kubernetes.io/docs/concepts/security/pod-security-standards."""
+    spec = template["spec"]
+    pod = spec.get("securityContext") or {}
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    found += [f"volume {v['name']}" for v in spec.get("volumes") or [] if not set(v) - {"name"} <= VOLUME_TYPES]
+    found += ["sysctls"] if pod.get("sysctls") else []  # the standard allows a few
+    kinds = ("containers", "initContainers", "ephemeralContainers")
+    containers = [container for kind in kinds for container in spec.get(kind) or []]
+    contexts = [container.get("securityContext") or {} for container in containers]
+    for context in (pod, *contexts):
+        selinux = context.get("seLinuxOptions") or {}
+        if selinux.get("type") not in SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
+            found.append("seLinuxOptions")
+        if (context.get("appArmorProfile") or {}).get("type") == "Unconfined":
+            found.append("appArmorProfile")
+        if (context.get("windowsOptions") or {}).get("hostProcess"):
+            found.append("hostProcess")
+        if context.get("runAsUser") == 0:
+            found.append("runAsUser")
+    for container, context in zip(containers, contexts, strict=True):
+        capabilities = context.get("capabilities") or {}
+        effective = {**pod, **context}
+        broken = {
+            "privileged": bool(context.get("privileged")),
+            "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is not False,
+            "capabilities.drop": "ALL" not in (capabilities.get("drop") or []),
+            "capabilities.add": not set(capabilities.get("add") or []) <= {"NET_BIND_SERVICE"},
+            "runAsNonRoot": effective.get("runAsNonRoot") is not True,
+            "seccompProfile": (effective.get("seccompProfile") or {}).get("type") not in SECCOMP_TYPES,
+            "procMount": context.get("procMount") not in (None, "Default"),
+            "hostPort": any(port.get("hostPort") for port in container.get("ports") or []),
+        }
+        found += [name for name, is_broken in broken.items() if is_broken]
+    return found
+
+
+@pytest.mark.parametrize("container", ["pytorch", "node"])
+def test_training_pods_pass_the_restricted_pod_security_standard(job: Job, container: str) -> None:
+    template = pod_template(job, container)
+    check_fields(template, "V1PodTemplateSpec")
+    assert violations(template) == []
+    assert "runAsUser" not in json.dumps(template)  # OpenShift gives every project a range of its own
+
+
+CONTEXT = ("spec", "containers", 0, "securityContext")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        (("spec", "hostNetwork"), True, "hostNetwork"),
+        (("spec", "hostPID"), True, "hostPID"),
+        (("spec", "volumes"), [{"name": "disk", "hostPath": {"path": "/"}}], "volume disk"),
+        (("spec", "volumes"), [{"name": "disk", "nfs": {"server": "s", "path": "/"}}], "volume disk"),
+        (("spec", "containers", 0, "ports"), [{"containerPort": 1, "hostPort": 1}], "hostPort"),
+        (("spec", "securityContext", "runAsUser"), 0, "runAsUser"),
+        (("spec", "securityContext", "sysctls"), [{"name": "kernel.msgmax", "value": "1"}], "sysctls"),
+        ((*CONTEXT, "runAsUser"), 0, "runAsUser"),
+        ((*CONTEXT, "runAsNonRoot"), False, "runAsNonRoot"),
+        ((*CONTEXT, "privileged"), True, "privileged"),
+        ((*CONTEXT, "allowPrivilegeEscalation"), None, "allowPrivilegeEscalation"),
+        ((*CONTEXT, "capabilities"), {"drop": ["KILL"]}, "capabilities.drop"),
+        ((*CONTEXT, "capabilities"), {"drop": ["ALL"], "add": ["IPC_LOCK"]}, "capabilities.add"),
+        ((*CONTEXT, "seccompProfile"), {"type": "Unconfined"}, "seccompProfile"),
+        ((*CONTEXT, "seLinuxOptions"), {"type": "spc_t"}, "seLinuxOptions"),
+        ((*CONTEXT, "appArmorProfile"), {"type": "Unconfined"}, "appArmorProfile"),
+        ((*CONTEXT, "procMount"), "Unmasked", "procMount"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_check_of_pods_finds(job: Job, path: tuple[str | int, ...], value: Any, expected: str) -> None:
+    template = pod_template(job, "pytorch")
+    place: Any = template
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    assert violations(template) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["initContainers", "ephemeralContainers"])
+def test_the_check_of_pods_looks_at_every_container(job: Job, kind: str) -> None:
+    template = pod_template(job, "pytorch")
+    template["spec"][kind] = [{"name": "other", "image": "registry/other:1"}]
+    assert violations(template) == ["allowPrivilegeEscalation", "capabilities.drop"]

@@ -1,0 +1,100 @@
+"""What the pods of a failed job say, as one message: class, rank, lines, remedy."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tailtune.jobs.failure import NUM_SHOWN_LINES, classify, explain
+from tailtune.jobs.logs import Once, parse_stamp
+from tailtune.jobs.pods import failures, why_pending
+
+
+def pod(name: str, **status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": status}
+
+
+def ended(code: int, reason: str, at: str, message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "finishedAt": at, "message": message}}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory on the GPU"),
+        ("OOMKilled\nexit status 137", "out of memory on the host"),
+        ("rank 3 failed first, exit status -9 (SIGKILL)", "out of memory on the host"),
+        ("[rank1]: NCCL error: unhandled system error", "network between the ranks"),
+        ("torch.distributed.DistNetworkError: The client socket has timed out", "network between the ranks"),
+        ("Evicted: The node was low on resource: ephemeral-storage", "preempted"),
+        ("OSError: [Errno 28] No space left on device", "a full volume"),
+        ("pod a: ErrImagePull: not found", "image"),
+        ("did not start within 60 s: no pod exists", "scheduling"),
+        ("KeyError: 'answer'", "code"),
+        ("rank 0 failed first, exit status -91", "code"),
+    ],
+)
+def test_classes(text: str, name: str) -> None:
+    assert classify(text).name == name
+
+
+def test_the_first_failure_is_told_not_the_ones_that_follow_from_it() -> None:
+    words = {"status": 1, "user_error": None, "failure": "rank 2 failed first, exit status 1: KeyError: 'a'",
+             "lines": [f"line {i}" for i in range(40)]}  # fmt: skip
+    pods = [
+        pod("a-master-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:09Z", "NCCL abort")}]),
+        pod("a-worker-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:01Z", json.dumps(words))}]),
+    ]
+    message = explain("a", failures(pods), "1 replica failed")
+    assert message.startswith("job 'a' failed (code) in pod a-worker-0, Error: rank 2 failed first")
+    assert message.count("\n") == NUM_SHOWN_LINES and message.endswith("line 39") and "NCCL" not in message
+
+
+def test_a_container_that_was_started_again_is_remembered() -> None:
+    status = {"state": {"running": {}}, "lastState": ended(137, "OOMKilled", "2026-01-01T00:00:01Z")}
+    (failure,) = failures([pod("a-worker-0", containerStatuses=[status])])
+    assert (failure.exit_code, failure.reason) == (137, "OOMKilled")
+    assert "out of memory on the host" in explain("a", [failure], "")
+
+
+def test_an_evicted_pod_without_containers_is_a_failure() -> None:
+    found = failures([pod("a-worker-0", phase="Failed", reason="Evicted", message="low on memory")])
+    assert "(preempted) in pod a-worker-0, Evicted: low on memory" in explain("a", found, "")
+
+
+def test_what_a_rank_wrote_for_the_user_is_all_there_is_to_say() -> None:
+    words = json.dumps({"user_error": "the data are no data; give data", "lines": ["x"]})
+    found = failures([pod("a", containerStatuses=[{"state": ended(1, "Error", "", words)}])])
+    assert explain("a", found, "failed") == "the data are no data; give data"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({"phase": "Running"}, None),
+        ({"phase": "Pending"}, ("scheduling", "waits for a node")),
+        ({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}]},
+         ("scheduling", "0/3 nodes")),
+        ({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
+                                              "message": 'persistentvolumeclaim "a" not found'}]},
+         ("volume", 'persistentvolumeclaim "a" not found')),
+        ({"phase": "Pending",
+          "containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]},
+         ("image", "ErrImagePull: no")),
+        ({"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]},
+         ("starting", "ContainerCreating")),
+    ],
+)  # fmt: skip
+def test_why_a_pod_waits(status: dict[str, Any], expected: tuple[str, str] | None) -> None:
+    assert why_pending(pod("a", **status)) == expected
+
+
+def test_a_log_that_is_read_again_passes_what_is_new() -> None:
+    once = Once()
+    lines = ["2026-01-01T00:00:00.5Z a", "2026-01-01T00:00:00.5Z b", "2026-01-01T00:00:00.123456789Z early",
+             "2026-01-01T00:00:01Z c"]  # fmt: skip
+    assert [once(line) for line in lines] == ["a", "b", "early", "c"]
+    once.restart()
+    again = ["2026-01-01T00:00:00.5Z b", "2026-01-01T00:00:01Z c", "2026-01-01T00:00:01Z c", "2026-01-01T00:00:01.1Z d"]
+    assert [once(line) for line in again] == [None, None, "c", "d"], "the same text at the same time is another line"
+    assert parse_stamp("no timestamp") is None and once("no timestamp") == "no timestamp"

@@ -1,0 +1,146 @@
+"""Submit and schedule over HTTP, with the real kfp client and the real command line."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from dashboard_server import NAMESPACE, Server, dashboard
+
+import pipeline
+import pipeline_server
+from tailtune.errors import UserError
+
+COMPILED = Path(pipeline.__file__).parent / "compiled" / "survival.yaml"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with dashboard() as running:
+        monkeypatch.setenv("TAILTUNE_ENDPOINT", running.url)
+        monkeypatch.setenv("TAILTUNE_NAMESPACE", NAMESPACE)
+        monkeypatch.setenv("TAILTUNE_TOKEN", running.token)
+        yield running
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(pipeline.main, list(arguments))
+
+
+def test_exactly_the_compiled_file_is_uploaded_and_started(server: Server) -> None:
+    result = invoke("--submit", "--run-name", "mine", "-p", "epochs=2", "-p", "stages.0.trainer.weight_decay=0.1")
+    assert result.exit_code == 0, result.stderr
+    (run,) = server.runs.values()
+    assert result.stdout == f"{server.url}/#/runs/details/{run['run_id']}\n"
+    assert list(server.files.values()) == [COMPILED.read_bytes()]
+    parameters = run["runtime_config"]["parameters"]
+    recipe = json.loads(parameters["recipe"])
+    assert parameters["epochs"] == 2 and parameters["run_name"] == "mine" == run["display_name"]
+    assert recipe["stages"][0]["trainer"]["weight_decay"] == 0.1 and recipe["local"] == {}
+    assert next(iter(server.experiments.values()))["display_name"] == "tailtune"
+
+
+def test_the_same_file_is_one_version_another_file_is_a_new_one(server: Server, tmp_path: Path) -> None:
+    assert invoke("--submit").exit_code == invoke("--submit").exit_code == 0
+    digest = hashlib.sha256(COMPILED.read_bytes()).hexdigest()[:8]
+    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    other = tmp_path / "survival.yaml"
+    other.write_bytes(COMPILED.read_bytes() + b"\n# other\n")
+    there.upload(other, "survival", "other")
+    names = [one["display_name"] for one in server.versions.values()]
+    assert len(server.pipelines) == 1 and len(server.runs) == 2 and len(names) == 2 and names[1] == "other"
+    assert names[0].endswith(f"-{digest}")
+
+
+def test_a_compiled_file_that_is_out_of_date_is_not_submitted(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "COMPILED", tmp_path)
+    (tmp_path / "survival.yaml").write_bytes(COMPILED.read_bytes() + b"\n")
+    result = invoke("--submit")
+    assert result.exit_code == 2 and "run python pipeline.py first" in result.stderr and not server.pipelines
+
+
+@pytest.mark.parametrize(
+    ("states", "status"), [(["RUNNING", "SUCCEEDED"], 0), (["RUNNING", "FAILED"], 1), (["CANCELED"], 1)]
+)
+def test_watching_ends_with_the_run(
+    server: Server, monkeypatch: pytest.MonkeyPatch, states: list[str], status: int
+) -> None:
+    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    server.states = states
+    result = invoke("--submit", "--watch", "--timeout", "30")
+    assert result.exit_code == status, result.stderr
+    assert f"the run {states[-1].lower()}" in result.stderr
+
+
+def test_watching_survives_a_server_in_trouble_and_knows_its_timeout(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    invoke("--submit")
+    (run,) = server.runs
+    server.statuses, server.states = [503, 500], ["RUNNING", "SUCCEEDED"]
+    assert there.watch(run, None) == "SUCCEEDED"
+    server.states = ["RUNNING"]
+    with pytest.raises(UserError, match=r"the run goes on after 0 s; look at http"):
+        there.watch(run, 0.0)
+
+
+@pytest.mark.parametrize(("status", "words"), [(401, "log in with oc login"), (403, "check your rights")])
+def test_a_refused_token_says_so_and_is_not_shown(server: Server, status: int, words: str) -> None:
+    server.statuses = [status] * 9
+    result = invoke("--submit")
+    assert result.exit_code == 2 and words in result.stderr
+    assert server.token not in result.stderr + result.stdout
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_server_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_server, "PATIENCE_SECONDS", 1)
+    for name, value in (("ENDPOINT", "http://127.0.0.1:9"), ("NAMESPACE", "x"), ("TOKEN", "secret-token")):
+        monkeypatch.setenv(f"TAILTUNE_{name}", value)
+    result = invoke("--submit")
+    assert result.exit_code == 2 and "http://127.0.0.1:9 does not answer" in result.stderr
+    assert "secret-token" not in result.stderr
+
+
+def test_applying_a_schedule_twice_leaves_one(server: Server) -> None:
+    first = invoke("--schedule", "0 2 * * *", "-p", "epochs=1")
+    again = invoke("--schedule", "30 3 * * 1", "--max-concurrency", "2", "--latest")
+    assert first.exit_code == again.exit_code == 0, first.stderr + again.stderr
+    (one,) = server.recurring.values()
+    assert one["trigger"]["cron_schedule"]["cron"] == "0 30 3 * * 1"
+    assert one["max_concurrency"] == "2" and one["no_catchup"] is True and one["mode"] == "ENABLE"
+    assert "pipeline_version_id" not in one["pipeline_version_reference"]
+    listed = invoke("--list-schedules")
+    assert listed.stdout.startswith("survival\t0 30 3 * * 1\tenabled\t")
+    assert invoke("--unschedule", "survival").exit_code == 0 and not server.recurring
+    assert invoke("--unschedule", "survival").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("when", "cron"),
+    [("0 2 * * *", "0 0 2 * * *"), ("15 0 2 * * *", "15 0 2 * * *"), ("*/10 8-18 * * 1-5", "0 */10 8-18 * * 1-5")],
+)
+def test_cron_gets_six_fields(when: str, cron: str) -> None:
+    assert pipeline_server.six_fields(when) == cron
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [("2 * *", "give five or six fields"), ("0 25 * * *", "hour is '25'; give 0 to 23"), ("*/0 * * * *", "minute is"),
+     ("0 2 * * mon", "weekday is 'mon'"), ("", "give five or six fields")],
+)  # fmt: skip
+def test_a_schedule_that_is_none_is_refused_before_anything_is_uploaded(server: Server, when: str, words: str) -> None:
+    result = invoke("--schedule", when)
+    assert result.exit_code == 2 and words in result.stderr and not server.pipelines
+
+
+def test_an_interval(server: Server) -> None:
+    assert invoke("--schedule", "every 6 hours").exit_code == 0
+    (one,) = server.recurring.values()
+    assert one["trigger"]["periodic_schedule"]["interval_second"] == "21600"
