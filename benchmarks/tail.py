@@ -346,13 +346,14 @@ def scaling(folder: Path, results: dict[str, Any]) -> None:
         "trainable layers": [(n, {"recipe": {"stages.0.num_trainable_layers": n}}) for n in (1, 2, 4, 8)],
         "prompt share": [(n, {"recipe": {"prompt.system": (prompt * 20)[:n]}}) for n in (1, 150, 500, 1100, 2800)],
     }
-    results["scaling"] = {
-        sweep: [
-            {"at": at, **{way: child(folder, "steps", {**settings, **changes}) for way, settings in ways.items()}}
-            for at, changes in points
-        ]
-        for sweep, points in sweeps.items()
-    }
+    results["scaling"] = {}
+    for sweep, points in sweeps.items():
+        results["scaling"][sweep] = []
+        for at, changes in points:
+            point = {way: child(folder, "steps", {**settings, **changes}) for way, settings in ways.items()}
+            results["scaling"][sweep].append({"at": at, **point})
+            print(sweep, at, json.dumps({way: one["total_seconds"] for way, one in point.items()}), file=sys.stderr,
+                  flush=True)  # fmt: skip
 
 
 def plot(scaling: dict[str, Any], path: Path) -> None:

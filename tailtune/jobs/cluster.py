@@ -372,7 +372,7 @@ def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
     """Delete jobs that have not ended and that nobody waits for: the pod of their step is gone. Their names."""
 
     def orphaned(manifest: dict[str, Any]) -> bool:
-        launcher = (manifest["metadata"].get("annotations") or {}).get(LAUNCHER)
+        launcher = str((manifest["metadata"].get("annotations") or {}).get(LAUNCHER) or "")
         return bool(launcher) and not cluster.call(lambda: cluster.pod_is_alive(launcher))
 
     return _delete_all(cluster, MANAGED, orphaned, dry_run)

@@ -41,11 +41,13 @@ def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str
 
 def last_words(ended: Ended, limit: int = 4000) -> str:
     """JSON for the launcher: what failed, and as many of the last lines as fit."""
-    words = {"status": ended.status, "user_error": ended.user_error, "failure": ended.failure,
-             "lines": list(ended.last_lines)}  # fmt: skip
-    while len(text := json.dumps(words)) > limit and words["lines"]:
-        words["lines"].pop(0)
-    return text
+    lines = list(ended.last_lines)
+    while True:
+        text = json.dumps({"status": ended.status, "user_error": ended.user_error, "failure": ended.failure,
+                           "lines": lines})  # fmt: skip
+        if len(text) <= limit or not lines:
+            return text
+        del lines[0]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
