@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,7 @@ def _volumes(cluster: "Cluster", recipe: Recipe) -> Iterator[Finding]:
         check = f"volume {claim}"
         try:
             found = cluster.call(
-                lambda claim=claim: cluster.core.read_namespaced_persistent_volume_claim(claim, cluster.namespace)
+                partial(cluster.core.read_namespaced_persistent_volume_claim, claim, cluster.namespace)
             )
         except client.ApiException as error:
             fix = "oc apply -k deploy/" if error.status == 404 else f"ask for the right to read it: {error.reason}"
