@@ -46,8 +46,10 @@ DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{
                "workspace_dir": "/shared/workspace/{run}"}  # fmt: skip
 
 
-def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
+def make_pipeline(recipe: Recipe, *, retry: bool = True) -> Callable[..., Any]:
     """The KFP pipeline of a recipe; its parameters default to the recipe's values.
+
+    With `retry`, steps that a lost node may end are tried again; a machine has no other node.
 
     KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
     """
@@ -125,7 +127,7 @@ def make_pipeline(recipe: Recipe) -> Callable[..., Any]:
         if gpu:
             for task in (evaluation, demo, report):
                 task.set_accelerator_type(gpu).set_accelerator_limit(1)
-        for task in (raw, base, tuned):  # a lost node or network; a retried train step follows its job
+        for task in (raw, base, tuned) if retry else ():  # a train step that is tried again follows its job
             task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration="600s")
 
     return pipeline
@@ -199,7 +201,7 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
         with quiet(log_path) as shown:
             local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
             try:
-                make_pipeline(recipe)(
+                make_pipeline(recipe, retry=False)(
                     **parameter_values(recipe),
                     **{name: str(directory / name.removesuffix("_dir")) for name in DIRECTORIES},
                     run_name=run_name,

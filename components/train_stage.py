@@ -7,9 +7,7 @@ from components import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def train_stage(
-    run: str, data_dir: str, base_model_dir: str, summary: Output[Metrics], trainer_image: str = images.TRAINER
-) -> str:
+def train_stage(run: str, data_dir: str, base_model_dir: str, trainer_image: str, summary: Output[Metrics]) -> str:
     """Return the directory of the best model."""
     import math
     from pathlib import Path
