@@ -424,7 +424,7 @@ def main(
             if dry_run:
                 _print_resolved(recipe)
                 return
-            name = run_name or f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
+            name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
             if not RUN_NAME.fullmatch(name):
                 raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
                                 "and no '-' or '.' in front")  # fmt: skip
