@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,24 @@ DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{
                "workspace_dir": "/shared/workspace/{run}"}  # fmt: skip
 
 
-def make_pipeline(recipe: Recipe, *, retry: bool = True) -> Callable[..., Any]:
+SECRETS = "/etc/tailtune"
+"""Where the secrets' keys lie as files, in the steps that fetch."""
+SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS}/hf/token", "TAILTUNE_S3_SECRET_DIR": f"{SECRETS}/s3",
+                "TAILTUNE_CA_FILE": f"{SECRETS}/ca/ca-bundle.crt"}  # fmt: skip
+
+
+def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]:
     """The KFP pipeline of a recipe; its parameters default to the recipe's values.
 
-    With `retry`, steps that a lost node may end are tried again; a machine has no other node.
+    On a cluster the doctor looks first, steps that a lost node may end are tried again, and however the
+    run ends, no training job of it stays. A machine has no other node and no jobs.
 
     KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
     """
     from kfp import dsl, kubernetes
 
     from components import images
+    from components.check_cluster import check_cluster
     from components.evaluate_model import evaluate_model
     from components.fetch_dataset import fetch_dataset
     from components.fetch_model import fetch_model
@@ -63,6 +71,7 @@ def make_pipeline(recipe: Recipe, *, retry: bool = True) -> Callable[..., Any]:
     from components.promotion_gate import promotion_gate
     from components.reject_model import reject_model
     from components.resolve_recipe import resolve_recipe
+    from components.stop_jobs import stop_jobs
     from components.train_stage import train_stage
     from components.write_parquet import write_parquet
 
@@ -82,6 +91,9 @@ def make_pipeline(recipe: Recipe, *, retry: bool = True) -> Callable[..., Any]:
         training_data_pvc: str = default["training_data_pvc"],
         trained_models_pvc: str = default["trained_models_pvc"],
         workspace_pvc: str = default["workspace_pvc"],
+        hf_secret: str = default["hf_secret"],
+        s3_secret: str = default["s3_secret"],
+        ca_secret: str = default["ca_secret"],
         trainer_image: str = images.TRAINER,
         seed: int = default["seed"],
         data_dir: str = DIRECTORIES["data_dir"],
@@ -91,44 +103,57 @@ def make_pipeline(recipe: Recipe, *, retry: bool = True) -> Callable[..., Any]:
         local: bool = False,
         recipe: str = recipe.to_json(),
     ) -> None:
-        resolved = resolve_recipe(
-            recipe=recipe, run_name=run_name, job_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
-            base_model=base_model, model_revision=model_revision, data_source=data_source,
-            epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
-            ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
-            trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, seed=seed,
-            data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, local=local,
-        )  # fmt: skip
-        run = resolved.output
-        raw = fetch_dataset(run=run)
-        data = write_parquet(run=run, source=raw.output)
-        base = fetch_model(run=run, data_dir=data.outputs["Output"])
-        tuned = train_stage(
-            run=run, data_dir=data.outputs["Output"], base_model_dir=base.output, trainer_image=trainer_image
-        )
-        evaluation = evaluate_model(
-            run=run,
-            data_dir=data.outputs["Output"],
-            base_model_dir=base.output,
-            tuned_model_dir=tuned.outputs["Output"],
-        )
-        gate = promotion_gate(run=run, evaluation=evaluation.outputs["Output"])
-        models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
-        with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
-            demo = make_demo(run=run, **models)
-        with dsl.Else(name="failed"):
-            report = make_demo(run=run, **models)
-            rejection = reject_model(run=run, report=report.outputs["Output"])
-        for task in (resolved, raw, data, base, tuned, evaluation, gate, demo, report, rejection):
+        def add(task: Any) -> Any:
             task.set_caching_options(False)
             for claim, directory in ((training_data_pvc, "data"), (trained_models_pvc, "models"),
                                      (workspace_pvc, "workspace")):  # fmt: skip
                 kubernetes.mount_pvc(task, pvc_name=claim, mount_path=f"/shared/{directory}")
+            return task
+
+        job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+        end = stop_jobs(run_name=run_name, job_id=job_id).set_caching_options(False) if cluster else None
+        with dsl.ExitHandler(end, name="run") if end else nullcontext():
+            resolved = add(resolve_recipe(
+                recipe=recipe, run_name=run_name, job_id=job_id,
+                base_model=base_model, model_revision=model_revision, data_source=data_source,
+                epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
+                ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
+                trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, hf_secret=hf_secret,
+                s3_secret=s3_secret, ca_secret=ca_secret, seed=seed,
+                data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, local=local,
+            ))  # fmt: skip
+            run = resolved.output
+            raw = add(fetch_dataset(run=run))
+            if cluster:
+                raw.after(add(check_cluster(run=run)))
+            data = add(write_parquet(run=run, source=raw.output))
+            data_directory = data.outputs["Output"]
+            with dsl.If(data_directory != "", name="new-data"):
+                base = add(fetch_model(run=run, data_dir=data_directory))
+                tuned = add(train_stage(
+                    run=run, data_dir=data_directory, base_model_dir=base.output, trainer_image=trainer_image
+                ))  # fmt: skip
+                models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
+                evaluation = add(evaluate_model(run=run, data_dir=data_directory, **models))
+                gate = add(promotion_gate(run=run, evaluation=evaluation.outputs["Output"]))
+                with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
+                    demo = add(make_demo(run=run, **models))
+                with dsl.Else(name="failed"):
+                    report = add(make_demo(run=run, **models))
+                    add(reject_model(run=run, report=report.outputs["Output"]))
         if gpu:
             for task in (evaluation, demo, report):
                 task.set_accelerator_type(gpu).set_accelerator_limit(1)
-        for task in (raw, base, tuned) if retry else ():  # a train step that is tried again follows its job
-            task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration="600s")
+        if cluster:
+            for task in (raw, base, tuned):  # a train step that is tried again follows its job
+                task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration="600s")
+            for task in (raw, base):
+                for secret, directory in ((hf_secret, "hf"), (s3_secret, "s3"), (ca_secret, "ca")):
+                    kubernetes.use_secret_as_volume(
+                        task, secret_name=secret, mount_path=f"{SECRETS}/{directory}", optional=True
+                    )
+                for variable, path in SECRET_FILES.items():
+                    task.set_env_variable(variable, path)
 
     return pipeline
 
@@ -149,6 +174,9 @@ def parameter_values(recipe: Recipe) -> dict[str, Any]:
         "training_data_pvc": recipe.cluster.data_claim,
         "trained_models_pvc": recipe.cluster.models_claim,
         "workspace_pvc": recipe.cluster.workspace_claim,
+        "hf_secret": recipe.cluster.hf_secret,
+        "s3_secret": recipe.cluster.s3_secret,
+        "ca_secret": recipe.cluster.ca_secret,
         "seed": recipe.seed,
     }
 
@@ -201,7 +229,7 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
         with quiet(log_path) as shown:
             local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
             try:
-                make_pipeline(recipe, retry=False)(
+                make_pipeline(recipe, cluster=False)(
                     **parameter_values(recipe),
                     **{name: str(directory / name.removesuffix("_dir")) for name in DIRECTORIES},
                     run_name=run_name,
@@ -215,7 +243,7 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
             reason = shown[0] if shown else f"a step ended without a word; see {_relative(log_path)}"
             click.echo(f"stopped by a signal; {again}" if stopped else f"failed: {reason}", err=True)
     judged = any(line.startswith("gate: ") for line in shown)  # the report of a rejected model is this run's too
-    if error is None or (judged and not stopped):
+    if (error is None or (judged and not stopped)) and (directory / "report.html").is_file():
         click.echo(f"report: {_relative(directory / 'report.html')}", err=True)
     return error is None
 

@@ -8,11 +8,13 @@ from components import images
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def fetch_dataset(run: str) -> str:
     """Return the path of the fetched file."""
+    from tailtune.certificates import trust_mounted_certificates
     from tailtune.fetch import fetch_dataset
     from tailtune.log import step
     from tailtune.run import Run
 
     with step("fetch"):
+        trust_mounted_certificates()
         this = Run.from_json(run)
         data = this.recipe.data
         return str(fetch_dataset(data.source, this.raw_dir, sha256=data.sha256).path)

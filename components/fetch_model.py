@@ -11,9 +11,11 @@ def fetch_model(run: str, data_dir: str) -> str:
     from pathlib import Path
 
     from tailtune.base_model import provide_base_model
+    from tailtune.certificates import trust_mounted_certificates
     from tailtune.log import step
     from tailtune.run import Run
 
     with step("model"):
+        trust_mounted_certificates()
         this = Run.from_json(run)
         return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir))

@@ -14,6 +14,7 @@ def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: O
     from tailtune.gate import judge_file, verdict_markdown
     from tailtune.log import step
     from tailtune.manifest import write_json
+    from tailtune.promotion import record_promotion
     from tailtune.run import Run
 
     with step("gate"):
@@ -21,4 +22,5 @@ def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: O
         judged = judge_file(this.recipe, Path(evaluation), this.verdict_path)
         write_json(Path(verdict.path), judged)
         Path(page.path).write_text(verdict_markdown(judged), encoding="utf-8")
+        record_promotion(this, passed=judged["passed"])
         return "pass" if judged["passed"] else "fail"

@@ -22,6 +22,9 @@ def resolve_recipe(
     training_data_pvc: str,
     trained_models_pvc: str,
     workspace_pvc: str,
+    hf_secret: str,
+    s3_secret: str,
+    ca_secret: str,
     seed: int,
     data_dir: str,
     models_dir: str,
@@ -37,6 +40,7 @@ def resolve_recipe(
             base_model=base_model, model_revision=model_revision, data_source=data_source, epochs=epochs,
             batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
             ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
-            trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, seed=seed,
+            trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, hf_secret=hf_secret,
+            s3_secret=s3_secret, ca_secret=ca_secret, seed=seed,
         )  # fmt: skip
         return resolve_run(recipe, overrides, run_name or job_id, data_dir, models_dir, workspace_dir, local).to_json()

@@ -1,18 +1,22 @@
-"""Convert the fetched file to Parquet."""
+"""Convert the fetched file to Parquet, and see whether it is new."""
 
 from kfp import dsl
-from kfp.dsl import Metrics, Output
+from kfp.dsl import Markdown, Metrics, Output
 
 from components import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def write_parquet(run: str, source: str, facts: Output[Metrics]) -> str:
-    """Return the directory of `data.parquet`."""
+def write_parquet(run: str, source: str, facts: Output[Metrics], note: Output[Markdown]) -> str:
+    """Return the directory of `data.parquet`; nothing when the recipe has been trained on the same.
+
+    One output, because the local runner finds no other one for a condition.
+    """
     from pathlib import Path
 
-    from tailtune.log import step
+    from tailtune.log import log, step
     from tailtune.parquet import write_parquet
+    from tailtune.promotion import unchanged_since
     from tailtune.run import Run
 
     with step("parquet"):
@@ -20,4 +24,8 @@ def write_parquet(run: str, source: str, facts: Output[Metrics]) -> str:
         written = write_parquet(Path(source), this.parquet_dir, this.recipe.data)
         for name in ("num_rows", "num_rejected", "num_duplicates", "source_bytes", "parquet_bytes"):
             facts.log_metric(name, getattr(written, name))
-        return str(this.parquet_dir)
+        unchanged = unchanged_since(this)
+        if unchanged:
+            log.info("parquet: %s; the run ends here", unchanged)
+        Path(note.path).write_text(f"{unchanged or 'There is something to train'}.\n", encoding="utf-8")
+        return "" if unchanged else str(this.parquet_dir)

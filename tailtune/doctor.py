@@ -6,30 +6,19 @@ Local checks always run; the others when there is a cluster. Nothing is changed.
 import platform
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 
 from tailtune.errors import UserError
 from tailtune.jobs.local import count_gpus
+from tailtune.log import log
 from tailtune.recipe import Recipe
 
-if TYPE_CHECKING:
-    from tailtune.jobs.cluster import Cluster
-
 OK, WARNING, BLOCKS = "ok", "warning", "blocks"
-RUNNER = "pipeline-runner-dspa"
-"""Service account of the pipeline's steps."""
-NEEDED = (
-    ("create", "kubeflow.org", "pytorchjobs"), ("get", "kubeflow.org", "pytorchjobs"),
-    ("delete", "kubeflow.org", "pytorchjobs"), ("patch", "kubeflow.org", "pytorchjobs"), ("list", "", "pods"),
-    ("get", "", "pods/log"),
-)  # fmt: skip
 GIGABYTE = 10**9
 
 
@@ -43,20 +32,32 @@ class Finding:
     """The exact command, or what to do."""
 
 
-def examine(recipe: Recipe, namespace: str | None = None, *, cluster: bool = True) -> list[Finding]:
+def examine(
+    recipe: Recipe, namespace: str | None = None, *, cluster: bool = True, images: Sequence[str] = ()
+) -> list[Finding]:
     """All findings, local ones first; a cluster that cannot be reached is one of them."""
     found = list(local_findings())
     if not cluster:
         return found
+    from tailtune.cluster_doctor import cluster_findings
     from tailtune.jobs.cluster import Cluster
 
     try:
-        there = Cluster(namespace, api_seconds=20)
-        found += cluster_findings(there, recipe)
+        found += cluster_findings(Cluster(namespace, api_seconds=20), recipe, images)
     except UserError as error:
         problem, _, fix = str(error).partition("; ")
         found.append(Finding("login", BLOCKS, problem, fix))
     return found
+
+
+def refuse_blocked(recipe: Recipe, images: Sequence[str] = ()) -> None:
+    """Log what is not in order; raise UserError when something would stop the run. For a run's first step."""
+    findings = examine(recipe, images=images)
+    for line in as_lines([one for one in findings if one.status != OK] or findings):
+        log.info("doctor: %s", line)
+    if blocking := [one for one in findings if one.status == BLOCKS]:
+        more = f" ({len(blocking) - 1} more above)" if len(blocking) > 1 else ""
+        raise UserError(f"{blocking[0].check}: {blocking[0].message}{more}; {blocking[0].fix}")
 
 
 def local_findings() -> Iterator[Finding]:
@@ -104,82 +105,6 @@ def _packages() -> Iterator[Finding]:
     else:
         shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl", "kfp"))
         yield Finding("packages", OK, shown)
-
-
-def cluster_findings(cluster: "Cluster", recipe: Recipe) -> Iterator[Finding]:
-    from kubernetes import client
-
-    api = client.ApiClient(cluster.configuration)
-    version = cluster.call(client.VersionApi(api).get_code)
-    yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
-                               f"{cluster.namespace}")  # fmt: skip
-    groups = {group.name for group in cluster.call(client.ApisApi(api).get_api_versions).groups}
-    if "kubeflow.org" in groups:
-        yield Finding("training operator", OK, "PyTorchJob is there")
-    else:
-        yield Finding("training operator", BLOCKS, "the cluster has no PyTorchJob",
-                      "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
-    yield from _permissions(cluster)
-    yield from _volumes(cluster, recipe)
-    yield from _queue(cluster, recipe, groups)
-
-
-def _permissions(cluster: "Cluster") -> Iterator[Finding]:
-    """Of the account that is logged in, which in a pipeline's step is the runner's own."""
-    missing = [f"{verb} {what}" for verb, group, what in NEEDED if not cluster.may(verb, group, what)]
-    if missing:
-        yield Finding("permissions", BLOCKS, f"may not {', '.join(missing)} in {cluster.namespace}",
-                      f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}")  # fmt: skip
-    else:
-        yield Finding("permissions", OK, "may create, follow and delete training jobs")
-
-
-def _volumes(cluster: "Cluster", recipe: Recipe) -> Iterator[Finding]:
-    from kubernetes import client
-
-    claims = recipe.cluster
-    places = {claims.data_claim: "/shared/data", claims.models_claim: "/shared/models",
-              claims.workspace_claim: "/shared/workspace"}  # fmt: skip
-    for claim, path in places.items():
-        check = f"volume {claim}"
-        try:
-            found = cluster.call(
-                partial(cluster.core.read_namespaced_persistent_volume_claim, claim, cluster.namespace)
-            )
-        except client.ApiException as error:
-            fix = "oc apply -k deploy/" if error.status == 404 else f"ask for the right to read it: {error.reason}"
-            yield Finding(check, BLOCKS, "does not exist" if error.status == 404 else str(error.reason), fix)
-            continue
-        modes, phase = found.spec.access_modes or [], found.status.phase
-        size = (found.status.capacity or found.spec.resources.requests or {}).get("storage", "?")
-        if recipe.resources.num_nodes > 1 and "ReadWriteMany" not in modes:
-            why = f"is {', '.join(modes)}, and {recipe.resources.num_nodes} nodes need ReadWriteMany"
-            yield Finding(check, BLOCKS, why, "give it a class with ReadWriteMany in deploy/, or set -p num_nodes=1")
-        elif phase == "Lost":
-            yield Finding(check, BLOCKS, "has lost its volume", f"oc delete pvc {claim}; oc apply -k deploy/")
-        else:
-            free = f", {shutil.disk_usage(path).free / GIGABYTE:.0f} GB free" if Path(path).is_dir() else ""
-            yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")
-
-
-def _queue(cluster: "Cluster", recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
-    from kubernetes import client
-
-    name = recipe.resources.queue
-    if not name:
-        if "kueue.x-k8s.io" in groups:
-            yield Finding("queue", WARNING, "the cluster has Kueue, and the run names no queue",
-                          "oc get localqueue; then -p queue=NAME")  # fmt: skip
-        return
-    try:
-        cluster.call(lambda: cluster.custom.get_namespaced_custom_object(
-            "kueue.x-k8s.io", "v1beta1", cluster.namespace, "localqueues", name))  # fmt: skip
-        yield Finding("queue", OK, f"LocalQueue {name} is there")
-    except client.ApiException as error:
-        if error.status == 403:
-            yield Finding("queue", WARNING, f"LocalQueue {name} may not be read: not checked", "oc apply -k deploy/")
-        else:
-            yield Finding("queue", BLOCKS, f"LocalQueue {name} does not exist", "oc get localqueue; then -p queue=NAME")
 
 
 MARKS = {OK: "✓", WARNING: "!", BLOCKS: "✗"}

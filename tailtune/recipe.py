@@ -36,6 +36,9 @@ PARAMETERS: dict[str, str] = {
     "training_data_pvc": "cluster.data_claim",
     "trained_models_pvc": "cluster.models_claim",
     "workspace_pvc": "cluster.workspace_claim",
+    "hf_secret": "cluster.hf_secret",
+    "s3_secret": "cluster.s3_secret",
+    "ca_secret": "cluster.ca_secret",
     "seed": "seed",
 }
 """Run parameter → dotted key of the recipe."""
@@ -108,6 +111,8 @@ class Data(Config):
     split_by: str
     """The column whose value decides the side of the split: equal values never stand on both."""
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    skip_unchanged: bool = False
+    """End a run early, with a note, when data and settings are those of the recipe's last promoted run."""
 
     @model_validator(mode="after")
     def _templates_are_sound(self) -> "Data":
@@ -251,6 +256,12 @@ class Cluster(Config):
     """Volume claims. Several nodes need ReadWriteMany."""
     models_claim: Name = "trained-models-pvc"
     workspace_claim: Name = "workspace-pvc"
+    hf_secret: Name = "huggingface-token"
+    """Secrets, mounted as files into the steps that fetch; one that does not exist is left out. Key `token`."""
+    s3_secret: Name = "data-connection"
+    """Keys of an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
+    ca_secret: Name = "ca-bundle"
+    """Key `ca-bundle.crt`: certificates that are trusted besides the public ones."""
 
 
 class Hardware(Config):

@@ -52,9 +52,16 @@ class Run(Config):
     @property
     def prefix_cache_dir(self) -> Path:
         """States of frozen layers, shared by all runs: their key decides."""
-        if self.local:
-            return self.workspace_dir.parent.parent / ".prefix_cache"
-        return self.workspace_dir.parent / "prefix_cache"
+        return self._of_all_runs("prefix_cache")
+
+    @property
+    def promotion_path(self) -> Path:
+        """What the recipe's last run that passed the gate was made from."""
+        return self._of_all_runs("promoted") / f"{self.recipe.name}.json"
+
+    def _of_all_runs(self, name: str) -> Path:
+        """Local runs lie in runs/NAME/, those of a cluster in a directory NAME on each volume."""
+        return self.workspace_dir.parent.parent / f".{name}" if self.local else self.workspace_dir.parent / name
 
     @property
     def evaluation_path(self) -> Path:

@@ -82,6 +82,13 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     assert fingerprint(directory) == before
     assert "train: step" not in err
 
+    # the same data in another run: nothing to train, when the recipe says so
+    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "again", "-p", "data.skip_unchanged=true")
+    assert code == 0, err
+    assert "parquet: data and settings are those of run first, promoted " in err and "nothing to train" in err
+    assert not any(line.startswith(("model: ", "train: ", "report: ")) for line in err.splitlines()), err
+    assert not (tmp_path / "runs" / "again" / "models" / "best_model").exists()
+
     # another threshold judges the same model anew, without a training step, and the run ends as failed
     rule = '[{metric: tuned_answer_loss, comparison: "<", threshold: 0.001}]'
     code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first", "-p", f"gate={rule}")

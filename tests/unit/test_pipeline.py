@@ -26,8 +26,15 @@ from tailtune.recipe import (
 )
 
 ROOT = Path(pipeline.__file__).parent
-STEPS = ["resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage", "evaluate-model",
-         "promotion-gate", "condition-branches-1"]  # fmt: skip
+STEPS = {
+    "root": {"exit-handler-1", "stop-jobs"},
+    "exit-handler-1": {"resolve-recipe", "check-cluster", "fetch-dataset", "write-parquet", "condition-2"},
+    "condition-2": {"fetch-model", "train-stage", "evaluate-model", "promotion-gate", "condition-branches-3"},
+    "condition-branches-3": {"condition-4", "condition-5"},
+    "condition-4": {"make-demo"},
+    "condition-5": {"make-demo-2", "reject-model"},
+}
+"""Group → its tasks."""
 
 
 def invoke(*arguments: str) -> Result:
@@ -107,18 +114,28 @@ def test_every_image_is_named_with_a_version(specification: dict[str, Any]) -> N
     assert all(re.search(r":\d+\.\d+", executor["container"]["image"]) for executor in executors)
 
 
-def test_the_tasks_and_the_branch(specification: dict[str, Any]) -> None:
-    tasks = specification["root"]["dag"]["tasks"]
-    assert sorted(tasks) == sorted(STEPS)
-    branches = specification["components"]["comp-condition-branches-1"]["dag"]["tasks"]
-    assert {task["taskInfo"]["name"] for task in branches.values()} == {"passed", "failed"}
-    for task in branches.values():
-        steps = set(specification["components"][task["componentRef"]["name"]]["dag"]["tasks"])
-        passed = task["taskInfo"]["name"] == "passed"
-        assert steps == ({"make-demo"} if passed else {"make-demo-2", "reject-model"})
-        condition = task["triggerPolicy"]["condition"]
+def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
+    assert {group: set(tasks(specification, group)) for group in STEPS} == STEPS
+    end = tasks(specification, "root")["stop-jobs"]
+    assert end["dependentTasks"] == ["exit-handler-1"], "it runs last"
+    assert end["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "and also when the rest has failed"
+    assert tasks(specification, "exit-handler-1")["fetch-dataset"]["dependentTasks"] == [
+        "check-cluster",
+        "resolve-recipe",
+    ]
+    news = tasks(specification, "exit-handler-1")["condition-2"]["triggerPolicy"]["condition"]
+    assert news == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
+    branches = tasks(specification, "condition-branches-3")
+    for task, name, negated in (("condition-4", "passed", False), ("condition-5", "failed", True)):
+        condition = branches[task]["triggerPolicy"]["condition"]
+        assert branches[task]["taskInfo"]["name"] == name
         assert "promotion-gate-Output" in condition and "'pass'" in condition
-        assert condition.startswith("!") != passed
+        assert condition.startswith("!") == negated
+
+
+def tasks(specification: dict[str, Any], group: str) -> dict[str, Any]:
+    where = specification["root"] if group == "root" else specification["components"][f"comp-{group}"]
+    return dict(where["dag"]["tasks"])
 
 
 def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> None:
@@ -131,7 +148,10 @@ def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> 
 
 def test_every_step_sees_the_three_volumes_by_the_runs_own_claims(compiled: str, specification: dict[str, Any]) -> None:
     platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    assert platform.keys() == specification["deploymentSpec"]["executors"].keys()
+    steps = specification["deploymentSpec"]["executors"].keys() - {
+        "exec-stop-jobs"
+    }  # which needs none, so none may stop it
+    assert platform.keys() == steps
     for executor in platform.values():
         mounts = {m["mountPath"]: m["pvcNameParameter"]["componentInputParameter"].removeprefix("pipelinechannel--")
                   for m in executor["pvcMount"]}  # fmt: skip
@@ -139,14 +159,33 @@ def test_every_step_sees_the_three_volumes_by_the_runs_own_claims(compiled: str,
                           "/shared/workspace": "workspace_pvc"}  # fmt: skip
 
 
+def test_the_steps_that_fetch_and_no_others_see_the_secrets_as_files(
+    compiled: str, specification: dict[str, Any]
+) -> None:
+    platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for name, executor in specification["deploymentSpec"]["executors"].items():
+        secrets = {s["mountPath"]: (s["secretNameParameter"]["componentInputParameter"], s["optional"])
+                   for s in platform.get(name, {}).get("secretAsVolume", [])}  # fmt: skip
+        environment = {e["name"]: e["value"] for e in executor["container"].get("env", [])}
+        if name not in ("exec-fetch-dataset", "exec-fetch-model"):
+            assert not secrets and not environment
+            continue
+        assert secrets == {
+            f"/etc/tailtune/{kind}": (f"pipelinechannel--{kind}_secret", True) for kind in ("hf", "s3", "ca")
+        }
+        assert environment == {"HF_TOKEN_PATH": "/etc/tailtune/hf/token", "TAILTUNE_S3_SECRET_DIR": "/etc/tailtune/s3",
+                               "TAILTUNE_CA_FILE": "/etc/tailtune/ca/ca-bundle.crt"}  # fmt: skip
+
+
 def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification: dict[str, Any]) -> None:
-    executors, tasks = specification["deploymentSpec"]["executors"], specification["root"]["dag"]["tasks"]
-    for name in ("exec-evaluate-model", "exec-make-demo"):
+    executors = specification["deploymentSpec"]["executors"]
+    for name in ("exec-evaluate-model", "exec-make-demo", "exec-make-demo-2"):
         assert executors[name]["container"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/gpu"
     assert "resources" not in executors["exec-train-stage"]["container"], "the step that waits needs no GPU"
-    retried = {name for name, task in tasks.items() if task.get("retryPolicy", {}).get("maxRetryCount")}
+    everything = {name: task for group in STEPS for name, task in tasks(specification, group).items()}
+    retried = {name for name, task in everything.items() if task.get("retryPolicy", {}).get("maxRetryCount")}
     assert retried == {"fetch-dataset", "fetch-model", "train-stage"}
-    assert not any(task.get("cachingOptions", {}).get("enableCache") for task in tasks.values())
+    assert not any(task.get("cachingOptions", {}).get("enableCache") for task in everything.values())
 
 
 def test_compile_time(tmp_path: Path) -> None:

@@ -1,0 +1,228 @@
+"""What stands between a project on a cluster and a run of a recipe. Reads only."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import requests
+from kubernetes import client
+from kubernetes.utils.quantity import parse_quantity
+from packaging.version import InvalidVersion, Version
+
+from tailtune.doctor import BLOCKS, GIGABYTE, OK, WARNING, Finding
+from tailtune.errors import UserError
+from tailtune.jobs.cluster import Cluster
+from tailtune.recipe import Recipe
+
+RUNNER = "pipeline-runner-dspa"
+"""Service account of the pipeline's steps."""
+OLDEST_SERVER = Version("2.14.3")
+"""Of Kubeflow Pipelines, whose compiled files the older ones do not read; OpenShift AI 3.0 has it."""
+INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
+SERVER_SECONDS = 20.0
+
+
+def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = ()) -> Iterator[Finding]:
+    api = client.ApiClient(cluster.configuration)
+    version = cluster.call(client.VersionApi(api).get_code)
+    yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
+                               f"{cluster.namespace}")  # fmt: skip
+    groups = {group.name for group in cluster.call(client.ApisApi(api).get_api_versions).groups}
+    yield from _pipeline_server(cluster)
+    yield from _training_jobs(cluster, recipe, groups)
+    yield from _volumes(cluster, recipe)
+    yield from _queue(cluster, recipe, groups)
+    yield from _quota(cluster, recipe)
+    yield from _secrets(cluster, recipe)
+    yield from _images(cluster, images)
+
+
+def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
+    """Whether the project has one, and whether it reads what is compiled here. A step of a run need not ask."""
+    check = "pipeline server"
+    try:
+        found = cluster.call(lambda: cluster.custom.list_namespaced_custom_object(
+            "datasciencepipelinesapplications.opendatahub.io", "v1", cluster.namespace,
+            "datasciencepipelinesapplications"))["items"]  # fmt: skip
+    except client.ApiException as error:
+        if error.status == 404:
+            yield Finding(check, BLOCKS, "the cluster has no pipeline servers",
+                          "enable the aipipelines component: oc edit datasciencecluster")  # fmt: skip
+        return
+    paths = ("status", "components", "apiServer", "externalUrl")
+    address = next(filter(None, (reduce(lambda at, name: at.get(name) or {}, paths, one) for one in found)), None)
+    if address is None:
+        yield Finding(check, BLOCKS, f"project {cluster.namespace} has none that is ready",
+                      "dashboard: the project, Pipelines, Configure pipeline server; then oc get dspa")  # fmt: skip
+        return
+    token = cluster.configuration.get_api_key_with_prefix("authorization") or ""
+    try:
+        answer = requests.get(f"{address}/apis/v1beta1/healthz", headers={"Authorization": token},
+                              verify=os.environ.get("TAILTUNE_CA_FILE") or cluster.configuration.ssl_ca_cert or True,
+                              timeout=SERVER_SECONDS)  # fmt: skip
+        answer.raise_for_status()
+        told = str(answer.json().get("tag_name") or "")
+        old = Version(told) < OLDEST_SERVER
+    except requests.RequestException as error:
+        yield Finding(check, WARNING, f"{address} does not answer: {type(error).__name__}", f"curl -v {address}")
+    except (InvalidVersion, AttributeError):
+        yield Finding(check, OK, f"{address}; it does not tell its version, needed is {OLDEST_SERVER} or newer")
+    else:
+        fix = "update OpenShift AI to 3.0 or newer" if old else ""
+        yield Finding(
+            check, BLOCKS if old else OK, f"{address}, version {told}, needed is {OLDEST_SERVER} or newer", fix
+        )
+
+
+def _training_jobs(cluster: Cluster, recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
+    """Of the account that is logged in, which in a pipeline's step is the runner's own."""
+    try:
+        chosen = cluster.choose_kind(recipe.resources.job_kind)
+    except UserError as error:
+        there = groups & {"kubeflow.org", "trainer.kubeflow.org"}
+        yield Finding("training jobs", BLOCKS, str(error).partition("; run tailtune")[0], _let_run(cluster) if there
+                      else "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
+        return
+    yield Finding("training jobs", OK, chosen)
+    kind = cluster.kind
+    needed = [(verb, kind.GROUP, kind.PLURAL) for verb in ("create", "get", "list", "patch", "delete")]
+    needed += [("list", "", "pods"), ("get", "", "pods/log")]
+    missing = [f"{verb} {what}" for verb, group, what in needed if not cluster.may(verb, group, what)]
+    if missing:
+        problem = f"may not {', '.join(missing)} in {cluster.namespace}"
+        yield Finding("permissions", BLOCKS, problem, _let_run(cluster))
+    else:
+        yield Finding("permissions", OK, f"may create, follow and delete a {kind.KIND}")
+
+
+def _let_run(cluster: Cluster) -> str:
+    return f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
+
+
+def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+    claims, num_nodes = recipe.cluster, recipe.resources.num_nodes
+    places = {claims.data_claim: "/shared/data", claims.models_claim: "/shared/models",
+              claims.workspace_claim: "/shared/workspace"}  # fmt: skip
+    for claim, path in places.items():
+        check = f"volume {claim}"
+        found = _read(cluster, cluster.core.read_namespaced_persistent_volume_claim, claim)
+        if isinstance(found, int):
+            yield _unread(check, found, "oc apply -k deploy/")
+            continue
+        modes, phase = found.spec.access_modes or [], found.status.phase
+        size = (found.status.capacity or found.spec.resources.requests or {}).get("storage", "?")
+        if num_nodes > 1 and "ReadWriteMany" not in modes:
+            why = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
+            yield Finding(check, BLOCKS, why, "give it a class with ReadWriteMany in deploy/, or set -p num_nodes=1")
+        elif phase == "Lost":
+            yield Finding(check, BLOCKS, "has lost its volume", f"oc delete pvc {claim}; oc apply -k deploy/")
+        else:
+            free = f", {shutil.disk_usage(path).free / GIGABYTE:.0f} GB free" if Path(path).is_dir() else ""
+            yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")
+
+
+def _queue(cluster: Cluster, recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
+    name = recipe.resources.queue
+    if not name:
+        if "kueue.x-k8s.io" in groups:
+            yield Finding("queue", WARNING, "the cluster has Kueue, and the run names no queue",
+                          "oc get localqueue; then -p queue=NAME")  # fmt: skip
+        return
+    apis = client.ApisApi(client.ApiClient(cluster.configuration))
+    served = {group.name: group.preferred_version.version for group in cluster.call(apis.get_api_versions).groups}
+    version = served.get("kueue.x-k8s.io", "v1beta1")
+    found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
+        "kueue.x-k8s.io", version, namespace, "localqueues", name), name)  # fmt: skip
+    if isinstance(found, int):
+        yield _unread(f"queue {name}", found, "oc get localqueue; then -p queue=NAME")
+    else:
+        yield Finding(f"queue {name}", OK, "the LocalQueue is there")
+
+
+def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+    """Whether the job's pods fit: what can never fit blocks, what does not fit now is a warning."""
+    wanted, nodes = recipe.resources, recipe.resources.num_nodes
+    needs = {"pods": "1", "requests.cpu": wanted.cpu_request, "cpu": wanted.cpu_request, "limits.cpu": wanted.cpu,
+             "requests.memory": wanted.memory_request, "memory": wanted.memory_request,
+             "limits.memory": wanted.memory}  # fmt: skip
+    if wanted.gpu:
+        needs[f"requests.{wanted.gpu}"] = str(wanted.ranks_per_node)
+    found = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_resource_quota(namespace), "")
+    if isinstance(found, int):
+        yield Finding("quota", WARNING, "may not be read: not checked", f"oc get resourcequota -n {cluster.namespace}")
+        return
+    short: dict[str, str] = {}
+    for quota in found.items:
+        hard, used = quota.status.hard or {}, quota.status.used or {}
+        for name, one in needs.items():
+            if name not in hard:
+                continue
+            need, limit = nodes * parse_quantity(one), parse_quantity(hard[name])
+            if need > limit - parse_quantity(used.get(name, "0")):
+                text = f"{name}: {nodes} x {one} needed, {used.get(name, '0')} of {hard[name]} used"
+                short[text] = BLOCKS if need > limit else WARNING
+    if short:
+        yield Finding("quota", BLOCKS if BLOCKS in short.values() else WARNING, "; ".join(short),
+                      "free some, ask for more, or lower -p num_nodes= and resources.*")  # fmt: skip
+    else:
+        yield Finding("quota", OK, f"room for {nodes} pods" if found.items else "the project has none")
+
+
+def _secrets(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+    """By name and key; values are not looked at."""
+    names = recipe.cluster
+    wanted = (
+        (names.hf_secret, "token", "gated or private models and data sets", False),
+        (names.s3_secret, "AWS_ACCESS_KEY_ID", "data on S3", recipe.data.source.startswith("s3://")),
+        (names.ca_secret, "ca-bundle.crt", "servers with certificates of your own", False),
+    )
+    for name, key, purpose, needed in wanted:
+        check = f"secret {name}"
+        create = f"oc create secret generic {name} --from-file={key}=FILE -n {cluster.namespace}"
+        found = _read(cluster, cluster.core.read_namespaced_secret, name)
+        if found == 404 and not needed:
+            yield Finding(check, OK, f"not there; only needed for {purpose}")
+        elif isinstance(found, int):
+            yield _unread(check, found, create)
+        elif key not in (found.data or {}):
+            yield Finding(check, BLOCKS, f"has no key {key}", f"oc delete secret {name}; {create}")
+        else:
+            yield Finding(check, OK, f"there, with {key}")
+
+
+def _images(cluster: Cluster, images: Sequence[str]) -> Iterator[Finding]:
+    """Those of the cluster's own registry; others are met when a pod pulls them."""
+    for image in images:
+        path = image.removeprefix(INTERNAL_REGISTRY)
+        namespace, _, name = path.partition("/")
+        check = f"image {name.partition(':')[0].rpartition('/')[2]}"
+        if path == image or "/" in name:
+            yield Finding(check, OK, f"{image}: not in the cluster's own registry, not checked")
+            continue
+        found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
+            "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip
+        if isinstance(found, int):
+            yield _unread(
+                check, found, f"oc start-build {name.partition(':')[0]} --from-repo=. --follow -n {namespace}"
+            )
+        else:
+            yield Finding(check, OK, f"{name} is in project {namespace}")
+
+
+def _read(cluster: Cluster, read: Callable[[str, str], Any], name: str, namespace: str | None = None) -> Any:
+    """What `read` gives for a name in the project, or the status with which it is refused: 403 or 404."""
+    try:
+        return cluster.call(lambda: read(name, namespace or cluster.namespace))
+    except client.ApiException as error:
+        if error.status in (403, 404):
+            return error.status
+        raise
+
+
+def _unread(check: str, status: int, fix: str) -> Finding:
+    if status == 404:
+        return Finding(check, BLOCKS, "does not exist", fix)
+    return Finding(check, WARNING, "may not be read by this account: not checked", "look as another user: oc whoami")
