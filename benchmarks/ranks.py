@@ -1,0 +1,129 @@
+"""What more ranks cost: the same training in 1, 2 and 4 ranks of this machine, by the launcher.
+
+    python benchmarks/ranks.py --data offline-practical-skills-qa.jsonl
+
+One thread a rank; all take the same 16 rows a step, so the losses have to be the same. Where ranks outnumber
+cores, wall time tells little; CPU seconds of all processes tell what the ranks add.
+"""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tail import child  # prepares model and data in a process of its own
+
+ROWS_PER_STEP = 16
+
+
+def train(folder: Path, num_ranks: int, *, launcher: bool = True) -> dict[str, Any]:
+    """One epoch; seconds, CPU seconds of all processes, losses. Without the launcher: the module itself."""
+    output = folder / f"ranks-{num_ranks}"
+    shutil.rmtree(output, ignore_errors=True)
+    settings = {"epochs": 1, "stages.0.trainer.per_device_train_batch_size": ROWS_PER_STEP // num_ranks,
+                "stages.0.trainer.gradient_accumulation_steps": 1, "stages.0.trainer.logging_steps": 1,
+                "stages.0.scale_learning_rate": False, "resources.num_nodes": 1,
+                "resources.ranks_per_node": num_ranks}  # fmt: skip
+    arguments = ["--recipe", "survival", "--data-dir", str(folder / "data"), "--model-dir", str(folder / "base"),
+                 "--output-dir", str(output)]  # fmt: skip
+    arguments += [part for key, value in settings.items() for part in ("-p", f"{key}={json.dumps(value)}")]
+    program = f"""
+import sys
+from tailtune.jobs.job import Job
+from tailtune.jobs.local import run_job
+run_job(Job("ranks", "tailtune.train", tuple(sys.argv[1:]), ranks_per_node={num_ranks}))
+"""
+    command = [sys.executable, "-c", program] if launcher else [sys.executable, "-m", "tailtune.train"]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    summary = json.loads((output / "training_summary.json").read_text())
+    history = json.loads((output / "training_history.json").read_text())
+    fill = summary["tail_training"]["fill_seconds"]
+    return {
+        "seconds": seconds,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "fill_seconds": fill,
+        "step_seconds": (summary["train_seconds"] - fill) / summary["num_steps"],
+        "outside_seconds": seconds - summary["train_seconds"],
+        "losses": [entry["loss"] for entry in history["train"]],
+        "eval_loss": history["eval"][-1]["eval_loss"],
+        "num_trainable": summary["num_trainable_parameters"],
+    }
+
+
+def all_reduce(num_ranks: int, num_bytes: int) -> float:
+    """Median seconds of summing so many bytes of fp32 over gloo, which is what DDP does once a step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}",
+               f"--master-port={port}", __file__, "--child-all-reduce", str(num_bytes)]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    return float(output.split()[-1])
+
+
+def all_reduce_child(num_bytes: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    gradient = torch.zeros(num_bytes // 4)
+    seconds = []
+    for _ in range(30):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(gradient)
+        seconds.append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        print(statistics.median(seconds[5:]))
+    dist.destroy_process_group()
+
+
+@click.command()
+@click.option("--data", type=click.Path(exists=True, path_type=Path), help="JSON Lines with topic, question, answer.")
+@click.option("--folder", type=click.Path(path_type=Path), default="runs/.benchmark-ranks")
+@click.option("--child-all-reduce", type=int, hidden=True)
+def main(data: Path | None, folder: Path, child_all_reduce: int | None) -> None:
+    if child_all_reduce is not None:
+        all_reduce_child(child_all_reduce)
+        return
+    if data is None:
+        raise click.UsageError("--data is missing; give a JSON Lines file with topic, question and answer")
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
+    runs = {"1, without the launcher": train(folder, 1, launcher=False)}
+    runs |= {str(number): train(folder, number) for number in (1, 2, 4)}
+    one = runs["1"]
+    for run, number in zip(runs.values(), (1, 1, 2, 4), strict=True):
+        run["all_reduce_seconds"] = all_reduce(number, 4 * run["num_trainable"]) if number > 1 else 0.0
+        pairs = zip(one["losses"], run["losses"], strict=True)
+        run["difference"] = max(abs(a - b) / a for a, b in pairs)
+    (folder / "results.json").write_text(json.dumps(runs, indent=1))
+    print("| ranks | seconds | outside training | filling | a step, ms | of it all-reduce, ms | CPU seconds | "
+          "largest difference of a step's loss | eval_loss |\n|---|" + "---:|" * 8)  # fmt: skip
+    for name, run in runs.items():
+        print(f"| {name} | {run['seconds']:.0f} | {run['outside_seconds']:.1f} | {run['fill_seconds']:.1f} | "
+              f"{1000 * run['step_seconds']:.0f} | {1000 * run['all_reduce_seconds']:.0f} | {run['cpu_seconds']:.0f} | "
+              f"{run['difference']:.0e} | {run['eval_loss']:.5f} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
