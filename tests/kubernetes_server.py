@@ -20,17 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import yaml
+from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubeflow.training import models as training_models
 from kubernetes.client import models as kubernetes_models
 
-NAMESPACE = "lyric-professor"
+MODELS = (training_models, kubernetes_models)
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 ALLOWED = (
     # verbs, group, resource: what the role of pipeline-runner-dspa gives, as far as the tests ask
@@ -38,12 +39,6 @@ ALLOWED = (
     ("*", "", "services"), ("get", "", "secrets"), ("list", "", "secrets"), ("get", "", "configmaps"),
     ("create", "authorization.k8s.io", "selfsubjectaccessreviews"),
 )  # fmt: skip
-
-
-class Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -65,32 +60,6 @@ class Faults:
 
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def check_fields(value: Any, kind: str, path: str = "") -> None:
-    """Raise Refused for a field that the model of this kind does not have, as server-side validation does."""
-    if match := re.fullmatch(r"list\[(.*)\]", kind):
-        for i, one in enumerate(value or []):
-            check_fields(one, match[1], f"{path}[{i}]")
-        return
-    if match := re.fullmatch(r"dict\((?:str), (.*)\)", kind):
-        for key, one in (value or {}).items():
-            check_fields(one, match[1], f"{path}.{key}")
-        return
-    model = getattr(training_models, kind, None) or getattr(kubernetes_models, kind, None)
-    if model is None:
-        simple = {"str": str, "int": int, "bool": bool, "float": (int, float)}.get(kind)
-        if simple and not isinstance(value, simple):
-            raise Refused(422, f"{path}: Invalid value: {value!r}: must be of type {kind}")
-        return
-    if not isinstance(value, dict):
-        raise Refused(422, f"{path}: must be an object")
-    names = {json_name: name for name, json_name in model.attribute_map.items()}
-    for key, one in value.items():
-        if key not in names:
-            raise Refused(400, f'strict decoding error: unknown field "{f"{path}.{key}".lstrip(".")}"')
-        if one is not None:
-            check_fields(one, model.openapi_types[names[key]], f"{path}.{key}")
 
 
 class Pod:
@@ -211,7 +180,7 @@ class Pod:
         self.signal(signal.SIGKILL)
 
 
-class Server:
+class Server(HttpServer):
     def __init__(self, folder: Path, node_environment: dict[str, str]) -> None:
         self.folder, self.node_environment = folder, node_environment
         self.faults = Faults()
@@ -228,23 +197,7 @@ class Server:
         self.lock = threading.RLock()
         self.version = 0
         self._limits: dict[str, int] = {}
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-            def handle_all(self) -> None:
-                outer.answer(self)
-
-            do_GET = do_POST = do_DELETE = do_PUT = do_PATCH = handle_all
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        super().__init__()
         self.kubeconfig = folder / "kubeconfig"
         self.write_kubeconfig()
 
@@ -259,9 +212,8 @@ class Server:
 
     def close(self) -> None:
         for name in list(self.jobs):
-            self.delete_job(name, wait=True)
-        self.http.shutdown()
-        self.http.server_close()
+            self.delete_job(name)
+        super().close()
 
     # ---- the API ----
 
@@ -297,15 +249,7 @@ class Server:
                 "message": str(refusal),
                 "code": status,
             }
-        content = json.dumps(answer).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            request.send_response(status)
-            request.send_header("Content-Type", "application/json")
-            request.send_header("Content-Length", str(len(content)))
-            if status == 429:
-                request.send_header("Retry-After", "1")
-            request.end_headers()
-            request.wfile.write(content)
+        send_json(request, status, answer, **({"Retry-After": "1"} if status == 429 else {}))
 
     def _route(self, method: str, path: str, query: dict[str, str], body: Any) -> dict[str, Any]:
         jobs = f"/apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs"
@@ -326,7 +270,7 @@ class Server:
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
         if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and method == "POST":
-            check_fields(body, "V1SelfSubjectAccessReview")
+            check_fields(body, "V1SelfSubjectAccessReview", MODELS)
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
             wanted = (asked["verb"], asked.get("group", ""), resource)
@@ -417,7 +361,7 @@ class Server:
     # ---- the Training Operator ----
 
     def create_job(self, job: dict[str, Any]) -> dict[str, Any]:
-        check_fields(job, "KubeflowOrgV1PyTorchJob")
+        check_fields(job, "KubeflowOrgV1PyTorchJob", MODELS)
         name = job["metadata"]["name"]
         if not DNS_LABEL.fullmatch(name):
             raise Refused(422, f"metadata.name: Invalid value: {name!r}: a DNS-1035 label")
@@ -512,7 +456,7 @@ class Server:
         name = pod.manifest["metadata"]["labels"]["training.kubeflow.org/job-name"]
         return sum(p.restarts for p in self.pods.get(name, [])) >= self._limits.get(name, 0)
 
-    def delete_job(self, name: str, wait: bool = False) -> None:
+    def delete_job(self, name: str) -> None:
         with self.lock:
             if name not in self.jobs:
                 return

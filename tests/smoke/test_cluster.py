@@ -1,19 +1,17 @@
 """The train step on a cluster: survival's recipe, 1 Master and 1 Worker, over HTTP, with real training in the pods."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny_recipe
 from kubernetes_server import Server, cluster
+from launchers import start_launcher, wait_until
 from safetensors.torch import load_file
 
 from tailtune.jobs.training import train_stage
@@ -50,16 +48,7 @@ def make_run(folder: Path, *, local: bool, **overrides: Any) -> Run:
 
 
 def start(run: Run, prepared: Path, server: Server) -> "subprocess.Popen[str]":
-    arguments = [run.to_json(), str(prepared / "data"), str(prepared / "base")]
-    return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "KUBECONFIG": str(server.kubeconfig)})  # fmt: skip
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    return start_launcher(server, LAUNCH, run.to_json(), str(prepared / "data"), str(prepared / "base"))
 
 
 def steps_logged(server: Server) -> int:

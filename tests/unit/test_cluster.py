@@ -1,10 +1,8 @@
 """The launcher on a cluster, over HTTP: what it does, and what it says when a cluster does what clusters do."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +12,9 @@ from typing import Any
 
 import pytest
 import requests
-from kubernetes_server import NAMESPACE, Server, cluster
+from http_server import NAMESPACE
+from kubernetes_server import Server, cluster
+from launchers import start_launcher, wait_until
 
 from tailtune.jobs import cluster as launcher
 from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
@@ -190,8 +190,6 @@ def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
 
 
 LAUNCH = """
-import sys
-sys.path[:0] = {paths!r}
 from tailtune.jobs import cluster as launcher
 from tailtune.log import step
 from test_cluster import make_job
@@ -201,24 +199,14 @@ with step("train"):
 """
 
 
-def start_launcher(server: Server) -> "subprocess.Popen[str]":
-    here = Path(__file__).resolve().parent
-    program = LAUNCH.format(paths=[str(here), str(here.parent)])
-    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
+def start_long_job(server: Server) -> "subprocess.Popen[str]":
+    process = start_launcher(server, LAUNCH)
     wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
     return process
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
-    process = start_launcher(server)
+    process = start_long_job(server)
     pods = [p.process for pods in server.pods.values() for p in pods]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -227,7 +215,7 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
 
 
 def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
-    first = start_launcher(server)
+    first = start_long_job(server)
     first.kill()  # no time to delete anything
     first.wait()
     assert list(server.jobs) == [make_job("long").name]
