@@ -45,6 +45,8 @@ ALLOWED = (
 class Faults:
     statuses: list[int] = field(default_factory=list)
     """Answers to the next requests, instead of their own."""
+    lost_answers: int = 0
+    """So many jobs are made, and the connection breaks before the answer."""
     drop_streams: list[int] = field(default_factory=list)
     """The next streams of logs are cut after so many lines, in the middle of the line that follows."""
     pending: threading.Event = field(default_factory=threading.Event)
@@ -225,9 +227,8 @@ class Server(HttpServer):
         try:
             if self.faults.statuses:
                 status = self.faults.statuses.pop(0)
-                if status == 0:  # a connection that breaks
-                    request.close_connection = True
-                    request.connection.shutdown(socket.SHUT_RDWR)
+                if status == 0:
+                    _break_off(request)
                     return
                 raise Refused(status, "the server is in trouble")
             if request.headers.get("Authorization") != f"Bearer {self.token}":
@@ -240,6 +241,10 @@ class Server(HttpServer):
             status, answer = 200, self._route(request.command, url.path, query, body)
             if request.command == "POST":
                 status = 201
+                if self.faults.lost_answers and url.path.endswith("jobs"):
+                    self.faults.lost_answers -= 1
+                    _break_off(request)
+                    return
         except Refused as refusal:
             status = refusal.status
             answer = {
@@ -351,8 +356,7 @@ class Server(HttpServer):
                     data = f"{text}\n".encode()
                     if shown == limit:
                         request.wfile.write(f"{len(data):x}\r\n".encode() + data[: len(data) // 2])  # in mid-line
-                        request.close_connection = True
-                        request.connection.shutdown(socket.SHUT_RDWR)
+                        _break_off(request)
                         return
                     request.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                     shown += 1
@@ -470,6 +474,11 @@ class Server(HttpServer):
         with self.lock:
             self.pods.pop(name, None)
             self.jobs.pop(name, None)
+
+
+def _break_off(request: BaseHTTPRequestHandler) -> None:
+    request.close_connection = True
+    request.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _matches(manifest: dict[str, Any], query: dict[str, str]) -> bool:

@@ -16,6 +16,7 @@ from http_server import NAMESPACE
 from kubernetes_server import Server, cluster
 from launchers import start_launcher, wait_until
 
+from tailtune.jobs import api, pytorchjob
 from tailtune.jobs import cluster as launcher
 from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
 
@@ -119,6 +120,28 @@ def test_a_token_that_stays_refused_asks_for_a_login(server: Server) -> None:
         run(make_job("lines"), api_seconds=2)
 
 
+def test_a_pods_token_that_stays_refused_ends_the_waiting_soon(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: Callable[[], str]
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "as in a pod")
+    monkeypatch.setattr(api, "SERVICE_ACCOUNT", tmp_path)
+    for name, text in (("token", "the kubelet's"), ("namespace", NAMESPACE)):
+        (tmp_path / name).write_text(text)
+    login = api.config.load_kube_config
+    monkeypatch.setattr(api.config, "load_incluster_config", lambda **kwargs: login(str(server.kubeconfig), **kwargs))
+    server.token = "a newer one"
+    timer = in_background(lambda: (time.sleep(1), server.write_kubeconfig()))
+    run(make_job("lines", num_nodes=1))  # the kubelet has brought the newer one meanwhile
+    timer.join()
+    assert "401 Unauthorized" in shown()
+    server.token = "another"
+    monkeypatch.setattr(api, "TOKEN_SECONDS", 1)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="refuses the token of this step's service account, and there is no newer"):
+        run(make_job("lines"), api_seconds=600)
+    assert time.monotonic() - started < 20
+
+
 def test_pods_that_wait_say_why_and_then_run(server: Server, shown: Callable[[], str]) -> None:
     server.faults.pending.set()
     timer = in_background(lambda: (time.sleep(1.5), server.faults.pending.clear()))
@@ -190,6 +213,7 @@ def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
 
 
 LAUNCH = """
+from tailtune.jobs import api, pytorchjob
 from tailtune.jobs import cluster as launcher
 from tailtune.log import step
 from test_cluster import make_job
@@ -212,6 +236,53 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
     wait_until(lambda: not server.jobs and all(p is None or p.poll() is not None for p in pods))
+
+
+@pytest.mark.parametrize("trouble", [503, 0], ids=["5xx", "reset"])
+def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(server: Server, trouble: int) -> None:
+    process = start_long_job(server)
+    before = len(server.requests)
+    server.faults.statuses = [trouble] * 1000
+    wait_until(lambda: len(server.requests) > before + 5)  # the waits between the tries grow to 30 s
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.requests[-1].startswith("DELETE"), seconds=5)
+    server.faults.statuses = []
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
+    wait_until(lambda: not server.jobs)
+
+
+def test_a_step_that_cannot_delete_its_job_says_so(server: Server) -> None:
+    process = start_long_job(server)
+    server.faults.statuses = [503] * 1000
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)  # as long as a pod has
+    assert process.returncode == 1 and "was stopped by signal 15 but could not be deleted: the cluster's API" in err
+
+
+def test_a_job_whose_creation_was_answered_by_nothing_is_followed(server: Server, shown: Callable[[], str]) -> None:
+    server.faults.lost_answers = 1
+    run(make_job("lines"))
+    err = shown()
+    assert numbered(err, 0) == list(range(40)) and "is there already and" in err
+    assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 2
+
+
+def test_lines_that_cannot_be_shown_are_no_secret_and_no_end(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = launcher.Follower._show
+
+    def fail(self: launcher.Follower, prefix: str, line: str) -> None:
+        if line.endswith(("line 7", "line 9")):
+            raise ValueError("no such colour")
+        show(self, prefix, line)
+
+    monkeypatch.setattr(launcher.Follower, "_show", fail)
+    run(make_job("lines", num_nodes=1))
+    err = shown()
+    assert err.count("lines may be missing (ValueError: no such colour)") == 1
+    assert numbered(err, 0) == [i for i in range(40) if i not in (7, 9)]
 
 
 def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
@@ -239,10 +310,11 @@ def test_a_failed_job_of_an_earlier_attempt_is_replaced(server: Server, shown: C
 def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set, as in a pod; its token is not there, so the login is used")
     there = launcher.Cluster()
+    jobs = launcher.Jobs(there, pytorchjob)
     for run_name, pod in (("one", "step-one"), ("two", "step-two")):
         monkeypatch.setenv("HOSTNAME", pod)
         job = make_job("long", name=job_name(run_name, "sft"))
-        there.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
+        jobs.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
     server.step_pods = {"step-one": "Running", "step-two": "Running"}
     assert launcher.collect_garbage(there) == []
     server.step_pods["step-one"] = "Failed"
