@@ -1,4 +1,4 @@
-"""The train step on a cluster: survival's recipe, 1 Master and 1 Worker, over HTTP, with real training in the pods."""
+"""The train step on a cluster: survival's recipe in two pods, over HTTP, with real training in the pods."""
 
 import json
 import re
@@ -63,10 +63,12 @@ def local_weights(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return load_file(run.best_model_dir / "model.safetensors")
 
 
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_survival_trains_in_two_pods_to_the_same_weights(
-    server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any]
+    server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], kind: str
 ) -> None:
-    run = make_run(tmp_path, local=False)
+    server.install_trainer()
+    run = make_run(tmp_path, local=False, **{"resources.job_kind": kind})
     server.faults.drop_streams = [11, 3, 40, 0, 25, 60]
     process = start(run, prepared, server)
     _, err = process.communicate(timeout=300)

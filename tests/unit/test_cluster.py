@@ -2,10 +2,8 @@
 
 import re
 import signal
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,68 +11,12 @@ from typing import Any
 import pytest
 import requests
 from http_server import NAMESPACE
-from kubernetes_server import Server, cluster
-from launchers import start_launcher, wait_until
+from kubernetes_server import Server
+from launchers import in_background, make_job, numbered, run, start_job, wait_until
 
 from tailtune.jobs import api, pytorchjob
 from tailtune.jobs import cluster as launcher
-from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
-
-MODULES = {
-    "lines": "import os, time\nfor i in range(40):\n    print(f'line {i}', flush=True)\n    time.sleep(0.02)",
-    "raises": "import os, time\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
-              "@record\ndef main():\n    if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
-              "    time.sleep(60)\nmain()",
-    "gpu": "import os, time\nfrom torch import OutOfMemoryError\n"
-           "from torch.distributed.elastic.multiprocessing.errors import record\n"
-           "@record\ndef main():\n    if os.environ['RANK'] == '0': raise OutOfMemoryError('CUDA out of memory.')\n"
-           "    time.sleep(60)\nmain()",
-    "user": "import sys, time\nprint('tailtune | train: error: the data are no data; give data', flush=True)\n"
-            "sys.exit(1)",
-    "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
-    "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
-            "if all(m.exists() for m in marks): sys.exit(0)\nmarks[int(os.environ['RANK'])].write_text('x')\n"
-            "while not all(m.exists() for m in marks): time.sleep(0.05)\nprint('step 2/9', flush=True)\ntime.sleep(60)",
-}  # fmt: skip
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name, source in MODULES.items():
-        (tmp_path / f"pod_{name}.py").write_text(source)
-    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.2)
-    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path), MARK=str(tmp_path / "mark")) as running:
-        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
-        yield running
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """What a step's log would hold: the ranks' lines, then the launcher's own."""
-    caplog.set_level("INFO", "tailtune")
-    return lambda: capsys.readouterr().err + caplog.text
-
-
-def make_job(module: str, **changes: Any) -> Job:
-    pod = Pod(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
-              volumes=(("training-data-pvc", "/shared/data"), ("workspace-pvc", "/shared/workspace")))  # fmt: skip
-    job = Job(name=job_name("a run", "sft"), module=f"pod_{module}", args=(), num_nodes=2, ranks_per_node=1,
-              shutdown_seconds=5, start_seconds=60, pod=pod, labels={"tailtune.io/run": "a-run"})  # fmt: skip
-    return replace(job, **changes)
-
-
-def run(job: Job, api_seconds: float = 30) -> None:
-    launcher.run_job(job, launcher.Cluster(api_seconds=api_seconds))
-
-
-def in_background(action: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    return thread
-
-
-def numbered(text: str, rank: int) -> list[int]:
-    return [int(n) for n in re.findall(rf"^\[rank {rank}\] line (\d+)$", text, re.MULTILINE)]
+from tailtune.jobs.job import JobFailed, job_name, label_value
 
 
 def test_all_ranks_lines_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
@@ -212,25 +154,8 @@ def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
     timer.join()
 
 
-LAUNCH = """
-from tailtune.jobs import api, pytorchjob
-from tailtune.jobs import cluster as launcher
-from tailtune.log import step
-from test_cluster import make_job
-launcher.POLL_SECONDS = 0.2
-with step("train"):
-    launcher.run_job(make_job("long"), launcher.Cluster())
-"""
-
-
-def start_long_job(server: Server) -> "subprocess.Popen[str]":
-    process = start_launcher(server, LAUNCH)
-    wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
-    return process
-
-
 def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
-    process = start_long_job(server)
+    process = start_job(server)
     pods = [p.process for pods in server.pods.values() for p in pods]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -240,7 +165,7 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
 
 @pytest.mark.parametrize("trouble", [503, 0], ids=["5xx", "reset"])
 def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(server: Server, trouble: int) -> None:
-    process = start_long_job(server)
+    process = start_job(server)
     before = len(server.requests)
     server.faults.statuses = [trouble] * 1000
     wait_until(lambda: len(server.requests) > before + 5)  # the waits between the tries grow to 30 s
@@ -253,7 +178,7 @@ def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(serve
 
 
 def test_a_step_that_cannot_delete_its_job_says_so(server: Server) -> None:
-    process = start_long_job(server)
+    process = start_job(server)
     server.faults.statuses = [503] * 1000
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)  # as long as a pod has
@@ -286,7 +211,7 @@ def test_lines_that_cannot_be_shown_are_no_secret_and_no_end(
 
 
 def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
-    first = start_long_job(server)
+    first = start_job(server)
     first.kill()  # no time to delete anything
     first.wait()
     assert list(server.jobs) == [make_job("long").name]
