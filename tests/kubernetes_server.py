@@ -33,6 +33,8 @@ from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
 from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
 
+PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
+"""Of custom resources: no strategic merge."""
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ALLOWED = (
     # verbs, group, resource: what the role of pipeline-runner-dspa gives, as far as the tests ask
@@ -240,6 +242,9 @@ class Server(HttpServer):
             if log and request.command == "GET":
                 self._stream_log(request, log[1], query)
                 return
+            kind = request.headers.get("Content-Type", "")
+            if request.command == "PATCH" and kind not in PATCHES:
+                raise Refused(415, f"the body of the request was in an unknown format - {kind}: accepted {PATCHES}")
             status, answer = 200, self._route(request.command, url.path, query, body)
             if request.command == "POST":
                 status = 201

@@ -24,6 +24,7 @@ from tailtune.jobs.api import CALL_TIMEOUT, Cluster, in_words
 from tailtune.jobs.failure import explain
 from tailtune.jobs.job import Job, JobFailed, label_value
 from tailtune.jobs.logs import PodLog
+from tailtune.jobs.progress import Reporter
 from tailtune.log import log
 from tailtune.signals import on_stop
 
@@ -31,7 +32,7 @@ POLL_SECONDS = 3.0
 DELETE_SECONDS = 600
 STOP_SECONDS = 15
 """How long deleting may take after SIGTERM: a pod has 30 s."""
-STOP_TIMEOUT = (3, 5)
+SHORT_TIMEOUT = (3, 5)
 STUCK_SECONDS = 300
 """How long a pod may wait for something that seldom comes by itself: an image that cannot be pulled."""
 SPEC = "tailtune.io/spec-sha256"
@@ -105,6 +106,12 @@ class Jobs:
         cluster, body = self.cluster, {"metadata": {"annotations": {LAUNCHER: _this_pod()}}}
         cluster.call(lambda: cluster.custom.patch_namespaced_custom_object(*self._where, name, body,
                                                                            _request_timeout=CALL_TIMEOUT))  # fmt: skip
+
+    def write_progress(self, name: str, text: str) -> None:
+        """Leave it in the annotation that the dashboard reads, where the kind has one. Tried once."""
+        if self.kind.PROGRESS:
+            body = {"metadata": {"annotations": {self.kind.PROGRESS: text}}}
+            self.cluster.custom.patch_namespaced_custom_object(*self._where, name, body, _request_timeout=SHORT_TIMEOUT)
 
     def find(self, selector: str = MANAGED) -> list[dict[str, Any]]:
         """tailtune's jobs."""
@@ -202,7 +209,7 @@ def _delete_at_once(job: Job, cluster: Cluster, jobs: Jobs | None) -> tuple[bool
             there = []
             for one in kinds:
                 try:
-                    there.append(one.delete(job.name, seconds=STOP_SECONDS, timeout=STOP_TIMEOUT))
+                    there.append(one.delete(job.name, seconds=STOP_SECONDS, timeout=SHORT_TIMEOUT))
                 except client.ApiException as error:
                     if jobs or error.status != 403:  # of a kind that was not chosen, there is no job
                         raise
@@ -260,6 +267,7 @@ class Follower:
         self._stuck_since: dict[str, float] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         """The pods by their uid, as they were last: an operator may delete those of a failed job."""
+        self._progress = Reporter(partial(jobs.write_progress, job.name))
         self._print = threading.Lock()
 
     def wait(self) -> None:
@@ -267,10 +275,13 @@ class Follower:
         try:
             while not self.look():
                 time.sleep(POLL_SECONDS)
-        except Exception:  # when the launcher is stopped, the job is deleted first
+        except Exception as error:  # when the launcher is stopped, the job is deleted first
             self.close()
+            if isinstance(error, JobFailed):
+                self._progress.tell(succeeded=False)
             raise
         self.close()
+        self._progress.tell(succeeded=True)
 
     def look(self) -> bool:
         """Whether the job has succeeded. Raises JobFailed when it has failed or ran out of time."""
@@ -280,6 +291,7 @@ class Follower:
             raise JobFailed(f"job '{job.name}' was deleted while it ran; run again to resume from its last checkpoint")
         self._follow(pods)
         self._say_pending(pods)
+        self._progress.tell()
         self._seen |= {pod["metadata"]["uid"]: pod for pod in pods}
         state, why = jobs.kind.state(found)
         bad = look.failures(self._seen.values())
@@ -335,6 +347,7 @@ class Follower:
 
     def _show(self, prefix: str, line: str) -> None:
         with self._print:
+            self._progress.read(line)
             print(line if line.startswith("[rank ") else f"[{prefix}] {line}", file=sys.stderr, flush=True)
 
     def _say_pending(self, pods: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from kubernetes_server import Server, cluster
 from launchers import start_launcher, wait_until
 from safetensors.torch import load_file
 
+from tailtune.jobs import trainjob
 from tailtune.jobs.training import train_stage
 from tailtune.run import Run
 
@@ -23,6 +24,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from tailtune.jobs import cluster
+from tailtune.jobs import trainjob
 from tailtune.jobs.training import train_stage
 from tailtune.log import step
 from tailtune.run import Run
@@ -80,7 +82,12 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
     assert json.loads((run.models_dir / "training_summary.json").read_text())["world_size"] == 2
     tuned = load_file(run.best_model_dir / "model.safetensors")
     assert max((tuned[name] - local_weights[name]).abs().max().item() for name in tuned) <= 1e-5
-    assert list(server.jobs) and not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
+    (job,) = server.jobs.values()
+    if kind == "trainjob":
+        status = json.loads(job["metadata"]["annotations"][trainjob.PROGRESS])
+        assert status["progressPercentage"] == 100 and status["totalSteps"] == NUM_STEPS
+        assert set(status["trainMetrics"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "master-0"])

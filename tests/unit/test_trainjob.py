@@ -1,6 +1,8 @@
 """TrainJob: its manifest against the models that the project of Kubeflow Trainer ships, and the launcher with it."""
 
+import json
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from launchers import in_background, make_job, numbered, run, start_job, wait_un
 from operators import first_lost
 
 from tailtune.jobs import cluster as launcher
-from tailtune.jobs import trainjob
+from tailtune.jobs import progress, trainjob
 from tailtune.jobs.job import JobFailed
 
 
@@ -107,6 +109,40 @@ def test_a_cancelled_step_leaves_no_trainjob_behind(trainer: Server) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
     wait_until(lambda: not trainer.jobs and all(p is None or p.poll() is not None for p in pods))
+
+
+def test_the_dashboard_is_told_how_far_it_is(
+    trainer: Server, monkeypatch: pytest.MonkeyPatch, shown: Callable[[], str]
+) -> None:
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0.5)
+    seen: set[int] = set()
+
+    def watch() -> None:
+        while not seen or max(seen) < 100:
+            for job in list(trainer.jobs.values()):
+                text = job["metadata"]["annotations"].get("trainer.opendatahub.io/trainerStatus", "{}")
+                seen.add(json.loads(text).get("progressPercentage", 0))
+            time.sleep(0.05)
+
+    timer = in_background(watch)
+    run(make_job("steps"))
+    timer.join(10)
+    assert 100 in seen and len(seen) > 2, "before its end too"
+    (job,) = trainer.jobs.values()
+    status = json.loads(job["metadata"]["annotations"]["trainer.opendatahub.io/trainerStatus"])
+    assert (status["currentStep"], status["totalSteps"], status["estimatedRemainingTimeSummary"]) == (
+        30,
+        30,
+        "complete",
+    )
+    assert status["trainMetrics"]["tokens_per_second"] == 3000 and status["trainMetrics"]["loss"] == 0.1
+    assert "shows no progress" not in shown()
+
+
+def test_a_dashboard_that_may_not_be_told_is_no_failure(trainer: Server, shown: Callable[[], str]) -> None:
+    trainer.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))
+    run(make_job("steps", num_nodes=1))
+    assert shown().count("the dashboard shows no progress: 403") == 1
 
 
 def test_the_cluster_says_which_fields_its_version_knows(trainer: Server, shown: Callable[[], str]) -> None:
