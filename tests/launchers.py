@@ -28,8 +28,9 @@ MODULES = {
            "    time.sleep(60)\nmain()",
     "user": "import sys, time\nprint('tailtune | train: error: the data are no data; give data', flush=True)\n"
             "sys.exit(1)",
-    "steps": "import os, time\nfor i in range(1, 31):\n"
-             "    if os.environ['RANK'] == '0': print(f'tailtune | train: step {i}/30 loss {3 / i:.4f} lr 1.00e-03 grad_norm 1.000 {i * 100} tokens/s ETA {30 - i} s', flush=True)\n"
+    "steps": "import os, time\nfor i in range(1, 31):\n    rest = f'grad_norm 1.0 {i * 100} tokens/s ETA {30 - i} s'\n"
+             "    if os.environ['RANK'] == '0':\n"
+             "        print(f'tailtune | train: step {i}/30 loss {3 / i:.4f} lr 1.00e-03 {rest}', flush=True)\n"
              "    time.sleep(0.1)",
     "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
     "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
