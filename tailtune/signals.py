@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STOPPED = 143
+"""Exit status of a run that a signal stopped: 128 + SIGTERM, so that a restart policy starts it again."""
+
 
 @contextmanager
 def on_stop(handle: Callable[[list[int]], None]) -> Iterator[list[int]]:

@@ -6,43 +6,19 @@ taken once, a version needs its pipeline, a cron needs six fields, and every req
 
 import json
 import re
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import kfp_server_api
 import yaml
-
-NAMESPACE = "lyric-professor"
-
-
-class Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+from http_server import HttpServer, Refused, check_fields, send_json
 
 
-def check_fields(value: Any, kind: str, path: str = "") -> None:
-    if match := re.fullmatch(r"list\[(.*)\]", kind):
-        for i, one in enumerate(value):
-            check_fields(one, match[1], f"{path}[{i}]")
-        return
-    model = getattr(kfp_server_api, kind, None)
-    if model is None or not isinstance(value, dict):  # text, numbers, enumerations
-        return
-    names = {json_name: name for name, json_name in model.attribute_map.items()}
-    for key, one in value.items():
-        if key not in names:
-            raise Refused(400, f'unknown field "{path}.{key}"')
-        if one is not None:
-            check_fields(one, model.openapi_types[names[key]], f"{path}.{key}")
-
-
-class Server:
+class Server(HttpServer):
     def __init__(self) -> None:
         self.token = "a-token"
         self.statuses: list[int] = []
@@ -55,23 +31,7 @@ class Server:
         self.recurring: dict[str, dict[str, Any]] = {}
         self.states: list[str] = ["SUCCEEDED"]
         """What a run's state is at each look; the last one stays."""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-            def handle_all(self) -> None:
-                outer.answer(self)
-
-            do_GET = do_POST = do_DELETE = handle_all
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        super().__init__()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         content = request.rfile.read(int(request.headers.get("Content-Length") or 0))
@@ -85,13 +45,7 @@ class Server:
             status, answer = 200, self._route(request, url.path.removeprefix("/apis/v2beta1/"), query, content)
         except Refused as refusal:
             status, answer = refusal.status, {"error": str(refusal), "message": str(refusal)}
-        body = json.dumps(answer).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            request.send_response(status)
-            request.send_header("Content-Type", "application/json")
-            request.send_header("Content-Length", str(len(body)))
-            request.end_headers()
-            request.wfile.write(body)
+        send_json(request, status, answer)
 
     def _route(self, request: BaseHTTPRequestHandler, path: str, query: dict[str, str], content: bytes) -> Any:
         method, parts = request.command, path.split("/")
@@ -148,7 +102,7 @@ class Server:
 
     def _body(self, content: bytes, kind: str) -> dict[str, Any]:
         body = json.loads(content)
-        check_fields(body, kind)
+        check_fields(body, kind, [kfp_server_api])
         return dict(body)
 
     def _version_exists(self, reference: dict[str, Any], *, latest: bool) -> None:
@@ -186,5 +140,4 @@ def dashboard() -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.http.shutdown()
-        server.http.server_close()
+        server.close()

@@ -1,11 +1,13 @@
-"""As much of a cluster as the launcher meets, over HTTP, for the real clients: API server, Training Operator, kubelet.
+"""As much of a cluster as the launcher meets, over HTTP, for the real clients: API server, kubelet, and the operators
+of operators.py.
 
 It runs the pods: one process per replica, with the environment that the operator sets. It is strict where the real
-one is: unknown fields are refused (by the models that `kubernetes` and `kubeflow-training` ship), names have to be
-DNS labels, a name is taken (409) until it is gone (404), and the pipeline's service account may do no more than on
-OpenShift AI (403). `Faults` switches on what goes wrong on real clusters.
+one is: unknown fields are refused (by the models that `kubernetes`, `kubeflow-training` and `kubeflow-trainer-api`
+ship), names have to be DNS labels, a name is taken (409) until it is gone (404), and the pipeline's service account
+may do no more than on OpenShift AI (403). `Faults` switches on what goes wrong on real clusters.
 """
 
+import copy
 import json
 import os
 import re
@@ -19,19 +21,21 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import yaml
-from kubeflow.training import models as training_models
+from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
+from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
 
-NAMESPACE = "lyric-professor"
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
+"""Of custom resources: no strategic merge."""
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ALLOWED = (
     # verbs, group, resource: what the role of pipeline-runner-dspa gives, as far as the tests ask
     ("*", "kubeflow.org", "*"), ("*", "", "pods"), ("*", "", "pods/log"), ("*", "", "persistentvolumeclaims"),
@@ -40,18 +44,16 @@ ALLOWED = (
 )  # fmt: skip
 
 
-class Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass
 class Faults:
     statuses: list[int] = field(default_factory=list)
     """Answers to the next requests, instead of their own."""
+    lost_answers: int = 0
+    """So many jobs are made, and the connection breaks before the answer."""
     drop_streams: list[int] = field(default_factory=list)
     """The next streams of logs are cut after so many lines, in the middle of the line that follows."""
+    suspended: threading.Event = field(default_factory=threading.Event)
+    """While set, a TrainJob waits for admission by a queue."""
     pending: threading.Event = field(default_factory=threading.Event)
     """While set, pods find no node."""
     image: bool = False
@@ -63,56 +65,19 @@ class Faults:
     """Pod → exit code and reason that its container ends with instead of running, for example 137 OOMKilled."""
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def check_fields(value: Any, kind: str, path: str = "") -> None:
-    """Raise Refused for a field that the model of this kind does not have, as server-side validation does."""
-    if match := re.fullmatch(r"list\[(.*)\]", kind):
-        for i, one in enumerate(value or []):
-            check_fields(one, match[1], f"{path}[{i}]")
-        return
-    if match := re.fullmatch(r"dict\((?:str), (.*)\)", kind):
-        for key, one in (value or {}).items():
-            check_fields(one, match[1], f"{path}.{key}")
-        return
-    model = getattr(training_models, kind, None) or getattr(kubernetes_models, kind, None)
-    if model is None:
-        simple = {"str": str, "int": int, "bool": bool, "float": (int, float)}.get(kind)
-        if simple and not isinstance(value, simple):
-            raise Refused(422, f"{path}: Invalid value: {value!r}: must be of type {kind}")
-        return
-    if not isinstance(value, dict):
-        raise Refused(422, f"{path}: must be an object")
-    names = {json_name: name for name, json_name in model.attribute_map.items()}
-    for key, one in value.items():
-        if key not in names:
-            raise Refused(400, f'strict decoding error: unknown field "{f"{path}.{key}".lstrip(".")}"')
-        if one is not None:
-            check_fields(one, model.openapi_types[names[key]], f"{path}.{key}")
-
-
 class Pod:
     """A pod and its one container, which is a process of this machine."""
 
-    def __init__(self, server: "Server", job: dict[str, Any], role: str, index: int, template: dict[str, Any],
-                 environment: dict[str, str]) -> None:  # fmt: skip
-        self.server, self.role, self.environment = server, f"{role.lower()}-{index}", environment
-        self.name = f"{job['metadata']['name']}-{self.role}"
-        labels = {
-            **(template["metadata"].get("labels") or {}),
-            "training.kubeflow.org/job-name": job["metadata"]["name"],
-            "training.kubeflow.org/replica-type": role.lower(),
-            "training.kubeflow.org/replica-index": str(index),
-        }
+    def __init__(self, server: "Server", job: str, template: Template) -> None:
+        self.server, self.job, self.role, self.name = server, job, template.role, template.name
+        self.environment = template.environment
         self.manifest: dict[str, Any] = {
-            "metadata": {"name": self.name, "namespace": NAMESPACE, "uid": str(uuid.uuid4()), "labels": labels,
-                         "creationTimestamp": now()},
-            "spec": template["spec"],
+            "metadata": {"name": self.name, "namespace": NAMESPACE, "uid": str(uuid.uuid4()),
+                         "labels": template.labels, "creationTimestamp": now()},
+            "spec": template.spec,
             "status": {"phase": "Pending", "conditions": [], "containerStatuses": []},
         }  # fmt: skip
-        self.container = template["spec"]["containers"][0]
+        self.container = template.spec["containers"][0]
         self.lines: list[list[str]] = [[]]
         """Per start of the container, its lines with timestamps."""
         self.changed = threading.Condition()
@@ -211,13 +176,15 @@ class Pod:
         self.signal(signal.SIGKILL)
 
 
-class Server:
+class Server(HttpServer):
     def __init__(self, folder: Path, node_environment: dict[str, str]) -> None:
         self.folder, self.node_environment = folder, node_environment
         self.faults = Faults()
         self.token = "first-token"
         self.claims = {"training-data-pvc", "trained-models-pvc", "workspace-pvc"}
         self.access_mode = "ReadWriteMany"
+        self.operator, self.trainer = TrainingOperator(), Trainer()
+        self.operators: list[TrainingOperator | Trainer] = [self.operator]
         self.groups = ["kubeflow.org", "authorization.k8s.io"]
         self.allowed = list(ALLOWED)
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -228,25 +195,17 @@ class Server:
         self.lock = threading.RLock()
         self.version = 0
         self._limits: dict[str, int] = {}
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-            def handle_all(self) -> None:
-                outer.answer(self)
-
-            do_GET = do_POST = do_DELETE = do_PUT = do_PATCH = handle_all
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        super().__init__()
         self.kubeconfig = folder / "kubeconfig"
         self.write_kubeconfig()
+
+    def install_trainer(self, *, only: bool = False) -> None:
+        """Kubeflow Trainer, and the roles for it in deploy/; `only`: instead of the Training Operator."""
+        self.operators = [self.trainer] if only else [self.operator, self.trainer]
+        self.groups = [*(g for g in self.groups if not (only and g == self.operator.group)), self.trainer.group]
+        for path in ("components/trainjob/role.yaml", "cluster-admin/training-runtimes.yaml"):
+            for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
+                self.allowed += rules(manifest) if "rules" in manifest else []
 
     def write_kubeconfig(self) -> None:
         """As `oc login` leaves it."""
@@ -259,9 +218,8 @@ class Server:
 
     def close(self) -> None:
         for name in list(self.jobs):
-            self.delete_job(name, wait=True)
-        self.http.shutdown()
-        self.http.server_close()
+            self.delete_job(name)
+        super().close()
 
     # ---- the API ----
 
@@ -273,9 +231,8 @@ class Server:
         try:
             if self.faults.statuses:
                 status = self.faults.statuses.pop(0)
-                if status == 0:  # a connection that breaks
-                    request.close_connection = True
-                    request.connection.shutdown(socket.SHUT_RDWR)
+                if status == 0:
+                    _break_off(request)
                     return
                 raise Refused(status, "the server is in trouble")
             if request.headers.get("Authorization") != f"Bearer {self.token}":
@@ -285,9 +242,16 @@ class Server:
             if log and request.command == "GET":
                 self._stream_log(request, log[1], query)
                 return
+            kind = request.headers.get("Content-Type", "")
+            if request.command == "PATCH" and kind not in PATCHES:
+                raise Refused(415, f"the body of the request was in an unknown format - {kind}: accepted {PATCHES}")
             status, answer = 200, self._route(request.command, url.path, query, body)
             if request.command == "POST":
                 status = 201
+                if self.faults.lost_answers and url.path.endswith("jobs"):
+                    self.faults.lost_answers -= 1
+                    _break_off(request)
+                    return
         except Refused as refusal:
             status = refusal.status
             answer = {
@@ -297,28 +261,24 @@ class Server:
                 "message": str(refusal),
                 "code": status,
             }
-        content = json.dumps(answer).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            request.send_response(status)
-            request.send_header("Content-Type", "application/json")
-            request.send_header("Content-Length", str(len(content)))
-            if status == 429:
-                request.send_header("Retry-After", "1")
-            request.end_headers()
-            request.wfile.write(content)
+        send_json(request, status, answer, **({"Retry-After": "1"} if status == 429 else {}))
 
     def _route(self, method: str, path: str, query: dict[str, str], body: Any) -> dict[str, Any]:
-        jobs = f"/apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs"
-        if path == "/apis/kubeflow.org/v1" and method == "GET":
-            return {"kind": "APIResourceList", "groupVersion": "kubeflow.org/v1",
-                    "resources": [{"name": "pytorchjobs", "kind": "PyTorchJob", "namespaced": True}]}  # fmt: skip
+        for operator in self.operators:
+            if path.startswith(f"/apis/{operator.group}/{operator.version}"):
+                return self._route_jobs(operator, method, path, query, body)
+        if path == f"/openapi/v3/apis/{self.trainer.group}/{self.trainer.version}" and self.trainer in self.operators:
+            return {"openapi": "3.0.0", "components": {"schemas": self.trainer.schemas()}}
         if path == "/version/" and method == "GET":
             return {"major": "1", "minor": "31", "gitVersion": "v1.31.5", "gitCommit": "", "gitTreeState": "clean",
                     "buildDate": "", "goVersion": "", "compiler": "gc", "platform": "linux/amd64"}  # fmt: skip
         if path == "/apis/" and method == "GET":
-            versions = [{"groupVersion": f"{group}/v1", "version": "v1"} for group in self.groups]
-            groups = [{"name": group, "versions": [one]} for group, one in zip(self.groups, versions, strict=True)]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+            known = {operator.group: operator.version for operator in self.operators}
+            versions = {group: known.get(group, "v1") for group in self.groups}
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [
+                {"name": group, "versions": [{"groupVersion": f"{group}/{version}", "version": version}]}
+                for group, version in versions.items()
+            ]}  # fmt: skip
         if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims/([^/]+)", path):
             if match[1] not in self.claims:
                 raise Refused(404, f'persistentvolumeclaims "{match[1]}" not found')
@@ -326,38 +286,13 @@ class Server:
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
         if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and method == "POST":
-            check_fields(body, "V1SelfSubjectAccessReview")
+            check_fields(body, "V1SelfSubjectAccessReview", [kubernetes_models])
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
-            wanted = (asked["verb"], asked.get("group", ""), resource)
-            allowed = any(
-                all(rule in ("*", one) for rule, one in zip(rules, wanted, strict=True)) for rules in self.allowed
-            )
+            allowed = may(self.allowed, asked["verb"], asked.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
-        if path.startswith("/apis/trainer.kubeflow.org"):
+        if path.startswith(("/apis/", "/openapi/")):
             raise Refused(404, "404 page not found")
-        if path == jobs and method == "POST":
-            return self.create_job(body)
-        if path == jobs and method == "GET":
-            with self.lock:
-                found = [job for job in self.jobs.values() if _matches(job, query)]
-                return {"kind": "PyTorchJobList", "items": json.loads(json.dumps(found))}
-        if path.startswith(f"{jobs}/"):
-            name = path.removeprefix(f"{jobs}/")
-            with self.lock:
-                if name not in self.jobs:
-                    raise Refused(404, f'pytorchjobs.kubeflow.org "{name}" not found')
-                if method == "GET":
-                    return json.loads(json.dumps(self.jobs[name]))
-            if method == "PATCH":  # application/merge-patch+json
-                with self.lock:
-                    annotations = self.jobs[name]["metadata"].setdefault("annotations", {})
-                    annotations |= body["metadata"]["annotations"]
-                    return json.loads(json.dumps(self.jobs[name]))
-            if method == "DELETE":
-                self.jobs[name]["metadata"]["deletionTimestamp"] = now()
-                threading.Thread(target=self.delete_job, args=(name,), daemon=True).start()
-                return {"kind": "Status", "status": "Success"}
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:
                 pods = [pod.manifest for pods in self.pods.values() for pod in pods]
@@ -369,6 +304,45 @@ class Server:
             return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
                     "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
         raise Refused(403, f'{method} {path} is forbidden: User "pipeline-runner-dspa" may not do it')
+
+    def _route_jobs(self, operator: TrainingOperator | Trainer, method: str, path: str, query: dict[str, str],
+                    body: Any) -> dict[str, Any]:  # fmt: skip
+        root = f"/apis/{operator.group}/{operator.version}"
+        if path == root and method == "GET":
+            one = {"name": operator.plural, "kind": operator.kind, "namespaced": True}
+            return {"kind": "APIResourceList", "groupVersion": root.removeprefix("/apis/"), "resources": [one]}
+        found = re.fullmatch(rf"{root}/(?:namespaces/{NAMESPACE}/)?([a-z]+)(?:/([^/]+))?", path)
+        if found is None:
+            raise Refused(404, "404 page not found")
+        resource, name = found.groups()
+        verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get" if name else "list")
+        if not may(self.allowed, verb, operator.group, resource):
+            raise Refused(403, f'{resource}.{operator.group} is forbidden: User "pipeline-runner-dspa" cannot {verb} '
+                               f'resource "{resource}" in API group "{operator.group}" in the namespace '
+                               f'"{NAMESPACE}"')  # fmt: skip
+        if operator is self.trainer and resource == "clustertrainingruntimes" and method == "GET":
+            runtimes = [self.trainer.runtime(one) for one in sorted(self.trainer.runtimes) if name in (None, one)]
+            if name and not runtimes:
+                raise Refused(404, f'{resource}.{operator.group} "{name}" not found')
+            return runtimes[0] if name else {"kind": "ClusterTrainingRuntimeList", "items": runtimes}
+        if resource != operator.plural:
+            raise Refused(404, "404 page not found")
+        if verb == "create":
+            return self.create_job(operator, body)
+        with self.lock:
+            if verb == "list":
+                jobs = [job for job in self.jobs.values() if job["kind"] == operator.kind and _matches(job, query)]
+                return {"kind": f"{operator.kind}List", "items": copy.deepcopy(jobs)}
+            if name not in self.jobs or self.jobs[name]["kind"] != operator.kind:
+                raise Refused(404, f'{operator.plural}.{operator.group} "{name}" not found')
+            job = self.jobs[name]
+            if verb == "patch":  # application/merge-patch+json
+                job["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
+            if verb == "delete":
+                job["metadata"]["deletionTimestamp"] = now()
+                threading.Thread(target=self.delete_job, args=(name,), daemon=True).start()
+                return {"kind": "Status", "status": "Success"}
+            return copy.deepcopy(job)
 
     def _stream_log(self, request: BaseHTTPRequestHandler, name: str, query: dict[str, str]) -> None:
         pod = next((pod for pods in list(self.pods.values()) for pod in pods if pod.name == name), None)
@@ -407,75 +381,45 @@ class Server:
                     data = f"{text}\n".encode()
                     if shown == limit:
                         request.wfile.write(f"{len(data):x}\r\n".encode() + data[: len(data) // 2])  # in mid-line
-                        request.close_connection = True
-                        request.connection.shutdown(socket.SHUT_RDWR)
+                        _break_off(request)
                         return
                     request.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                     shown += 1
             request.wfile.write(b"0\r\n\r\n")
 
-    # ---- the Training Operator ----
+    # ---- what an operator does ----
 
-    def create_job(self, job: dict[str, Any]) -> dict[str, Any]:
-        check_fields(job, "KubeflowOrgV1PyTorchJob")
+    def create_job(self, operator: TrainingOperator | Trainer, job: dict[str, Any]) -> dict[str, Any]:
         name = job["metadata"]["name"]
         if not DNS_LABEL.fullmatch(name):
             raise Refused(422, f"metadata.name: Invalid value: {name!r}: a DNS-1035 label")
-        specs = job["spec"]["pytorchReplicaSpecs"]
-        if "Master" not in specs or specs["Master"].get("replicas") != 1 or set(specs) - {"Master", "Worker"}:
-            raise Refused(422, "spec.pytorchReplicaSpecs: one Master is required")
-        for spec in specs.values():
-            containers = spec["template"]["spec"]["containers"]
-            if not any(c["name"] == "pytorch" for c in containers):
-                raise Refused(422, "there is no container named pytorch")
-            known = {v["name"] for v in spec["template"]["spec"].get("volumes") or []}
-            for mount in containers[0].get("volumeMounts") or []:
-                if mount["name"] not in known:
-                    raise Refused(422, f"volumeMounts: {mount['name']} not found")
+        operator.check(job)
         with self.lock:
             if name in self.jobs:
-                raise Refused(409, f'pytorchjobs.kubeflow.org "{name}" already exists')
+                raise Refused(409, f'{operator.plural}.{operator.group} "{name}" already exists')
             self.version += 1
             job["metadata"] |= {"namespace": NAMESPACE, "uid": str(uuid.uuid4()), "creationTimestamp": now(),
                                 "resourceVersion": str(self.version), "generation": 1}  # fmt: skip
-            job["status"] = {"conditions": []}
             self.jobs[name] = job
-            self._condition(name, "Created", f"PyTorchJob {name} is created.")
-        threading.Thread(target=self._operate, args=(name,), daemon=True).start()
-        return job
+            operator.status(job, "created")
+            answer = copy.deepcopy(job)
+        threading.Thread(target=self._operate, args=(operator, job), daemon=True).start()
+        return answer
 
-    def _condition(self, name: str, kind: str, message: str) -> None:
-        with self.lock:
-            if name not in self.jobs:
-                return
-            conditions = self.jobs[name]["status"]["conditions"]
-            for condition in conditions:
-                if condition["type"] in ("Running", "Restarting"):
-                    condition["status"] = "False"
-            conditions[:] = [c for c in conditions if c["type"] != kind]
-            conditions.append({"type": kind, "status": "True", "reason": f"PyTorchJob{kind}", "message": message,
-                               "lastUpdateTime": now(), "lastTransitionTime": now()})  # fmt: skip
-
-    def _operate(self, name: str) -> None:
-        job = self.jobs[name]
-        specs = job["spec"]["pytorchReplicaSpecs"]
-        counts = {role: specs[role]["replicas"] for role in ("Master", "Worker") if role in specs}
-        nodes, ranks = sum(counts.values()), int(job["spec"]["nprocPerNode"])
+    def _operate(self, operator: TrainingOperator | Trainer, job: dict[str, Any]) -> None:
+        name = job["metadata"]["name"]
+        if operator is self.trainer and self.faults.suspended.is_set():
+            with self.lock:
+                operator.status(job, "suspended")
+            while self.faults.suspended.is_set() and self.jobs.get(name) is job:
+                time.sleep(0.05)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._limits[name] = job["spec"]["runPolicy"].get("backoffLimit", 6)
-        pods = []
-        places = [(role, i) for role, count in counts.items() for i in range(count)]
-        for node, (role, index) in enumerate(places):
-            environment = {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nodes * ranks),
-                "RANK": str(node), "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(ranks),
-                "PET_NODE_RANK": str(node), "PYTHONUNBUFFERED": "1", "POD_IP": "127.0.0.1",
-            }  # fmt: skip
-            pods.append(Pod(self, job, role, index, specs[role]["template"], environment))
+        self._limits[name] = operator.limit(job)
+        pods = [Pod(self, name, template) for template in operator.templates(job, port)]
         with self.lock:
-            if name not in self.jobs:
+            if self.jobs.get(name) is not job or job["metadata"].get("deletionTimestamp"):
                 return
             self.pods[name] = pods
         codes: dict[str, int] = {}
@@ -484,48 +428,51 @@ class Server:
         ]
         for thread in threads:
             thread.start()
+        running = False
         while any(thread.is_alive() for thread in threads):
             if any(codes.get(pod.role) for pod in pods):  # a pod that may not start again ends the job
                 break
-            phases = {pod.manifest["status"]["phase"] for pod in pods}
-            if phases == {"Running"}:
+            if not running and {pod.manifest["status"]["phase"] for pod in pods} == {"Running"}:
+                running = True
                 with self.lock:
-                    current = self.jobs.get(name, {}).get("status", {}).get("conditions", [])
-                    said = any(c["type"] == "Running" and c["status"] == "True" for c in current)
-                if not said:
-                    self._condition(name, "Running", f"PyTorchJob {name} is running.")
+                    operator.status(job, "running")
             time.sleep(0.05)
         if any(pod.deleted.is_set() for pod in pods):
             return
         failed = [pod for pod in pods if codes.get(pod.role)]
-        if failed:
-            self._condition(
-                name, "Failed", f"PyTorchJob {name} is failed because 1 {failed[0].role} replica(s) failed."
-            )
-        else:
-            self._condition(name, "Succeeded", f"PyTorchJob {name} is successfully completed.")
+        if failed and operator.deletes_failed_pods:
+            self._delete_pods(name)
+        with self.lock:
+            operator.status(job, "failed" if failed else "succeeded", failed[0].role if failed else "")
         for pod in pods:  # cleanPodPolicy: Running
             if pod.role not in codes:
                 pod.delete()
 
-    def too_many_restarts(self, pod: Pod) -> bool:
-        name = pod.manifest["metadata"]["labels"]["training.kubeflow.org/job-name"]
-        return sum(p.restarts for p in self.pods.get(name, [])) >= self._limits.get(name, 0)
-
-    def delete_job(self, name: str, wait: bool = False) -> None:
-        with self.lock:
-            if name not in self.jobs:
-                return
-            self.jobs[name]["metadata"]["deletionTimestamp"] = now()
-            pods = self.pods.get(name, [])
-        threads = [threading.Thread(target=pod.delete, daemon=True) for pod in pods]
+    def _delete_pods(self, name: str) -> None:
+        threads = [threading.Thread(target=pod.delete, daemon=True) for pod in self.pods.get(name, [])]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         with self.lock:
             self.pods.pop(name, None)
+
+    def too_many_restarts(self, pod: Pod) -> bool:
+        return sum(p.restarts for p in self.pods.get(pod.job, [])) >= self._limits.get(pod.job, 0)
+
+    def delete_job(self, name: str) -> None:
+        with self.lock:
+            if name not in self.jobs:
+                return
+            self.jobs[name]["metadata"]["deletionTimestamp"] = now()
+        self._delete_pods(name)
+        with self.lock:
             self.jobs.pop(name, None)
+
+
+def _break_off(request: BaseHTTPRequestHandler) -> None:
+    request.close_connection = True
+    request.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _matches(manifest: dict[str, Any], query: dict[str, str]) -> bool:

@@ -11,29 +11,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import tenacity
-from kubernetes import client, config
-from urllib3.exceptions import HTTPError
+from kubernetes import client
 
 from tailtune.errors import UserError
 from tailtune.jobs import pods as look
 from tailtune.jobs import pytorchjob, trainjob
+from tailtune.jobs.api import CALL_TIMEOUT, Cluster, in_words
 from tailtune.jobs.failure import explain
 from tailtune.jobs.job import Job, JobFailed, label_value
 from tailtune.jobs.logs import PodLog
+from tailtune.jobs.progress import Reporter
 from tailtune.log import log
 from tailtune.signals import on_stop
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-API_SECONDS = 600
-"""How long the API may fail in a row. The job itself goes on meanwhile."""
 POLL_SECONDS = 3.0
-CALL_TIMEOUT = (10, 60)
 DELETE_SECONDS = 600
+STOP_SECONDS = 15
+"""How long deleting may take after SIGTERM: a pod has 30 s."""
+SHORT_TIMEOUT = (3, 5)
 STUCK_SECONDS = 300
 """How long a pod may wait for something that seldom comes by itself: an image that cannot be pulled."""
 SPEC = "tailtune.io/spec-sha256"
@@ -41,185 +40,143 @@ SPEC = "tailtune.io/spec-sha256"
 LAUNCHER = "tailtune.io/launcher-pod"
 """Annotation: the pod that waits for the job. Without it nobody does: `tailtune gc`."""
 MANAGED = "app.kubernetes.io/managed-by=tailtune"
-TEMPORARY = (401, 408, 429, 500, 502, 503, 504)
 KINDS = {"pytorchjob": pytorchjob, "trainjob": trainjob}
 """In order of preference."""
-Result = TypeVar("Result")
 
 
-class Cluster:
-    """One namespace, with a client that survives what an API server does in a long night."""
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of one kind in a namespace. Every call is tried again while the API is in trouble."""
 
-    def __init__(self, namespace: str | None = None, api_seconds: float = API_SECONDS) -> None:
-        self.api_seconds = api_seconds
-        self.configuration = client.Configuration()
-        self._connect()
-        self.namespace = namespace or _namespace()
-        self.kind: Any = pytorchjob
-        self.spec_fields: tuple[str, ...] = ()
+    cluster: Cluster
+    kind: Any
+    spec_fields: tuple[str, ...] = ()
+    """What the cluster's version of the kind knows, where versions differ."""
 
-    def _connect(self) -> None:
-        """Read address and credentials again: tokens expire."""
-        try:
-            if os.environ.get("KUBERNETES_SERVICE_HOST") and (SERVICE_ACCOUNT / "token").is_file():
-                config.load_incluster_config(client_configuration=self.configuration)
+    def build(self, job: Job, annotations: dict[str, str]) -> Any:
+        """The manifest."""
+        return self.kind.build(job, annotations, self.spec_fields)
+
+    def fingerprint(self, job: Job) -> str:
+        """Of everything that the job is."""
+        content = self.cluster.core.api_client.sanitize_for_serialization(self.build(job, {}))
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def create(self, job: Job) -> None:
+        """Make the job; this pod waits for it."""
+        cluster = self.cluster
+        body = self.build(job, {SPEC: self.fingerprint(job), LAUNCHER: _this_pod()})
+
+        def create() -> None:
+            if self.kind is pytorchjob:
+                from kubeflow.training import TrainingClient
+
+                sdk = TrainingClient(client_configuration=cluster.configuration, namespace=cluster.namespace)
+                sdk.create_job(job=body, namespace=cluster.namespace)
             else:
-                config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=self.configuration)
-        except config.ConfigException as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"no cluster to talk to: {reason}; log in with oc login, or set KUBECONFIG") from None
-        api = client.ApiClient(self.configuration)
-        self.core, self.custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
-        self.authorization = client.AuthorizationV1Api(api)
+                cluster.custom.create_namespaced_custom_object(*self._where, body, _request_timeout=CALL_TIMEOUT)
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """The function's result, tried again while the API is in trouble. Other errors are raised as they are."""
+        cluster.call(create)
 
-        def temporary(error: BaseException) -> bool:
-            cause = error.__cause__ if isinstance(error, RuntimeError) else error  # the training SDK wraps them
-            if isinstance(cause, client.ApiException):
-                return cause.status in TEMPORARY
-            return isinstance(cause, HTTPError | ConnectionError | TimeoutError)
-
-        def before_retry(attempt: tenacity.RetryCallState) -> None:
-            error = attempt.outcome.exception() if attempt.outcome else None
-            log.warning("train: the cluster's API fails (%s), trying again", _in_words(error))
-            self._connect()
-
+    def get(self, name: str) -> dict[str, Any] | None:
+        """The job as the API returns it; None when there is none."""
+        cluster = self.cluster
         try:
-            return tenacity.Retrying(
-                retry=tenacity.retry_if_exception(temporary),
-                wait=tenacity.wait_random_exponential(multiplier=0.5, max=30),
-                stop=tenacity.stop_after_delay(self.api_seconds),
-                before_sleep=before_retry,
-                reraise=True,
-            )(function)
-        except (RuntimeError, HTTPError, OSError, client.ApiException) as error:
-            cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-            if isinstance(cause, client.ApiException) and cause.status == 401:
-                raise UserError("the cluster refuses the token; log in again with oc login") from None
-            if isinstance(cause, client.ApiException):
-                raise cause from None
-            if not temporary(error):
-                raise
-            raise UserError(f"the cluster's API has not answered for {self.api_seconds:.0f} s: {_in_words(cause)}; "
-                            "the job goes on, run again to follow it") from None  # fmt: skip
+            return dict(cluster.call(lambda: cluster.custom.get_namespaced_custom_object(
+                *self._where, name, _request_timeout=CALL_TIMEOUT)))  # fmt: skip
+        except client.ApiException as error:
+            if error.status == 404:
+                return None
+            raise
 
-    def choose_kind(self, wanted: str) -> str:
-        """Take the kind of job that is wanted, or for `auto` the first that the cluster has and the account may create.
-
-        Says what it took and why. Raises UserError.
-        """
-        reasons = []
-        for name, kind in KINDS.items():
-            if wanted not in ("auto", name):
-                continue
-            if not self._has(kind):
-                reasons.append(f"{kind.KIND} does not exist here")
-            elif not self.may("create", kind.GROUP, kind.PLURAL):
-                reasons.append(f"this account may not create {kind.KIND}")
-            else:
-                self.kind = kind
-                why = f"; {reasons[0]}" if reasons else ""
-                return f"{kind.KIND} ({'as there is' if wanted == 'auto' else 'as the recipe says'}{why})"
-        raise UserError(f"no training job can be made in {self.namespace}: {'; '.join(reasons)}; run tailtune doctor")
-
-    def _has(self, kind: Any) -> bool:
-        """Whether the API knows the kind; takes down which fields its spec has."""
-        api = self.core.api_client
-        auth = {"response_type": "object", "auth_settings": ["BearerToken"], "_request_timeout": CALL_TIMEOUT}
-        path = f"/apis/{kind.GROUP}/{kind.VERSION}"
+    def delete(self, name: str, *, seconds: float | None = None, timeout: tuple[int, int] = CALL_TIMEOUT) -> bool:
+        """Delete the job and its pods; whether it was there."""
+        cluster, body = self.cluster, client.V1DeleteOptions(propagation_policy="Foreground")
         try:
-            resources = self.call(lambda: api.call_api(path, "GET", **auth))[0]["resources"]
-            if all(one["name"] != kind.PLURAL for one in resources):
-                return False
-            if kind is trainjob:
-                schemas = self.call(lambda: api.call_api(f"/openapi/v3{path}", "GET", **auth))[0]["components"][
-                    "schemas"
-                ]
-                spec = next(one for name, one in schemas.items() if name.endswith(f".{kind.KIND}"))
-                self.spec_fields = tuple(spec["properties"]["spec"]["properties"])
+            cluster.call(lambda: cluster.custom.delete_namespaced_custom_object(
+                *self._where, name, body=body, _request_timeout=timeout), seconds)  # fmt: skip
         except client.ApiException as error:
             if error.status == 404:
                 return False
             raise
         return True
 
-    def may(self, verb: str, group: str, resource: str) -> bool:
-        """Whether this account may do it in the namespace."""
-        name, _, sub = resource.partition("/")
-        attributes = client.V1ResourceAttributes(
-            namespace=self.namespace, verb=verb, group=group, resource=name, subresource=sub or None
-        )
-        review = client.V1SelfSubjectAccessReview(
-            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
-        )
-        answer = self.call(lambda: self.authorization.create_self_subject_access_review(review))
-        return bool(answer.status.allowed)
-
-    def build(self, job: Job, annotations: dict[str, str]) -> Any:
-        return self.kind.build(job, annotations, self.spec_fields)
-
-    def fingerprint(self, job: Job) -> str:
-        """Of everything that the job is."""
-        content = self.core.api_client.sanitize_for_serialization(self.build(job, {}))
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def create(self, job: Job) -> None:
-        body = self.build(job, {SPEC: self.fingerprint(job), LAUNCHER: _this_pod()})
-        if self.kind is pytorchjob:
-            from kubeflow.training import TrainingClient
-
-            sdk = TrainingClient(client_configuration=self.configuration, namespace=self.namespace)
-            sdk.create_job(job=body, namespace=self.namespace)
-        else:
-            self.custom.create_namespaced_custom_object(*self._where(), body, _request_timeout=CALL_TIMEOUT)
-
-    def get(self, name: str) -> dict[str, Any] | None:
-        try:
-            return dict(self.custom.get_namespaced_custom_object(*self._where(), name, _request_timeout=CALL_TIMEOUT))
-        except client.ApiException as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def delete(self, name: str) -> None:
-        """Delete the job and its pods; not an error when it is gone."""
-        try:
-            body = client.V1DeleteOptions(propagation_policy="Foreground")
-            self.custom.delete_namespaced_custom_object(*self._where(), name, body=body, _request_timeout=CALL_TIMEOUT)
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
-
     def adopt(self, name: str) -> None:
         """Say that this pod waits for the job now."""
-        body = {"metadata": {"annotations": {LAUNCHER: _this_pod()}}}
-        self.custom.patch_namespaced_custom_object(*self._where(), name, body, _request_timeout=CALL_TIMEOUT)
+        cluster, body = self.cluster, {"metadata": {"annotations": {LAUNCHER: _this_pod()}}}
+        cluster.call(lambda: cluster.custom.patch_namespaced_custom_object(*self._where, name, body,
+                                                                           _request_timeout=CALL_TIMEOUT))  # fmt: skip
 
-    def jobs(self, selector: str = MANAGED) -> list[dict[str, Any]]:
-        """tailtune's jobs in the namespace."""
-        found = self.custom.list_namespaced_custom_object(*self._where(), label_selector=selector,
-                                                          _request_timeout=CALL_TIMEOUT)  # fmt: skip
-        return list(found["items"])
+    def write_progress(self, name: str, text: str) -> None:
+        """Leave it in the annotation that the dashboard reads, where the kind has one. Tried once."""
+        if self.kind.PROGRESS:
+            body = {"metadata": {"annotations": {self.kind.PROGRESS: text}}}
+            self.cluster.custom.patch_namespaced_custom_object(*self._where, name, body, _request_timeout=SHORT_TIMEOUT)
 
-    def pod_is_alive(self, name: str) -> bool:
-        try:
-            pod = self.core.read_namespaced_pod(name, self.namespace, _request_timeout=CALL_TIMEOUT)
-        except client.ApiException as error:
-            if error.status == 404:
-                return False
-            raise
-        return pod.status.phase in ("Pending", "Running")
+    def find(self, selector: str = MANAGED) -> list[dict[str, Any]]:
+        """tailtune's jobs."""
+        cluster = self.cluster
+        found = cluster.call(lambda: cluster.custom.list_namespaced_custom_object(
+            *self._where, label_selector=selector, _request_timeout=CALL_TIMEOUT))  # fmt: skip
+        return [dict(one) for one in found["items"]]
 
     def pods(self, name: str) -> list[dict[str, Any]]:
-        selector = self.kind.POD_SELECTOR.format(name=name)
-        found = self.core.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=CALL_TIMEOUT)
-        plain = self.core.api_client.sanitize_for_serialization(found)
+        """The pods of a job that are there."""
+        cluster, selector = self.cluster, self.kind.POD_SELECTOR.format(name=name)
+        found = cluster.call(lambda: cluster.core.list_namespaced_pod(
+            cluster.namespace, label_selector=selector, _request_timeout=CALL_TIMEOUT))  # fmt: skip
+        plain = cluster.core.api_client.sanitize_for_serialization(found)
         return sorted(plain["items"], key=look.pod_name)
 
+    @property
     def _where(self) -> tuple[str, str, str, str]:
-        return self.kind.GROUP, self.kind.VERSION, self.namespace, self.kind.PLURAL
+        return self.kind.GROUP, self.kind.VERSION, self.cluster.namespace, self.kind.PLURAL
+
+
+def choose_kind(cluster: Cluster, wanted: str) -> tuple[Jobs, str]:
+    """The kind of job that is wanted, or for `auto` the first that the cluster has and the account may create; and why.
+
+    Raises UserError.
+    """
+    reasons = []
+    for name, kind in KINDS.items():
+        if wanted not in ("auto", name):
+            continue
+        jobs = _find(cluster, kind)
+        if jobs is None:
+            reasons.append(f"{kind.KIND} does not exist here")
+        elif not cluster.may("create", kind.GROUP, kind.PLURAL):
+            reasons.append(f"this account may not create {kind.KIND}")
+        else:
+            why = f"; {reasons[0]}" if reasons else ""
+            return jobs, f"{kind.KIND} ({'as there is' if wanted == 'auto' else 'as the recipe says'}{why})"
+    raise UserError(f"no training job can be made in {cluster.namespace}: {'; '.join(reasons)}; run tailtune doctor")
+
+
+def _find(cluster: Cluster, kind: Any) -> Jobs | None:
+    """None when the API does not know the kind."""
+    path = f"/apis/{kind.GROUP}/{kind.VERSION}"
+    try:
+        if all(one["name"] != kind.PLURAL for one in cluster.get_json(path)["resources"]):
+            return None
+        if kind is not trainjob:
+            return Jobs(cluster, kind)
+        schemas = cluster.get_json(f"/openapi/v3{path}")["components"]["schemas"]
+    except client.ApiException as error:
+        if error.status == 404:
+            return None
+        raise
+    spec = next(one for name, one in schemas.items() if name.endswith(f".{kind.KIND}"))
+    return Jobs(cluster, kind, tuple(spec["properties"]["spec"]["properties"]))
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT: ends whatever the main thread waits for, a call and its retries too."""
+
+
+def _stop(received: list[int]) -> None:
+    if len(received) == 1:
+        raise _Stopped
 
 
 def run_job(job: Job, cluster: Cluster) -> None:
@@ -227,83 +184,124 @@ def run_job(job: Job, cluster: Cluster) -> None:
 
     SIGTERM and SIGINT delete the job, so that its GPUs are free.
     """
-    stop = threading.Event()
-    with on_stop(lambda received: stop.set()) as received:
-        log.info("train: the job is a %s", cluster.choose_kind(job.pod.kind if job.pod else "auto"))
-        _create_or_adopt(job, cluster, stop)
-        follower = Follower(job, cluster)
-        try:
-            while not stop.is_set():
-                if follower.look():
-                    return
-                stop.wait(POLL_SECONDS)
-            _delete(job.name, cluster)
-            raise JobFailed(f"job '{job.name}' was stopped by signal {received[0]} and deleted; "
-                            "run again to resume from its last checkpoint")  # fmt: skip
-        finally:
-            follower.close()
+    jobs, follower = None, None
+    received: list[int] = []
+    try:
+        with on_stop(_stop) as received:
+            jobs, why = choose_kind(cluster, job.pod.kind if job.pod else "auto")
+            log.info("train: the job is a %s", why)
+            _create_or_adopt(job, jobs)
+            follower = Follower(job, jobs)
+            follower.wait()
+    except _Stopped:
+        with on_stop(lambda again: None):
+            deleted, outcome = _delete_at_once(job, cluster, jobs)
+            if deleted and follower:
+                follower.close(STOP_SECONDS / 2)
+        raise JobFailed(f"job '{job.name}' was stopped by signal {received[0]} {outcome}") from None
 
 
-def _create_or_adopt(job: Job, cluster: Cluster, stop: threading.Event) -> None:
-    found = cluster.call(lambda: cluster.get(job.name))
+def _delete_at_once(job: Job, cluster: Cluster, jobs: Jobs | None) -> tuple[bool, str]:
+    """Delete a job within the seconds that a stopped pod has; what came of it, also in words."""
+    kinds = [jobs] if jobs else [Jobs(cluster, kind) for kind in KINDS.values()]
+    try:
+        for _ in range(2):
+            there = []
+            for one in kinds:
+                try:
+                    there.append(one.delete(job.name, seconds=STOP_SECONDS, timeout=SHORT_TIMEOUT))
+                except client.ApiException as error:
+                    if jobs or error.status != 403:  # of a kind that was not chosen, there is no job
+                        raise
+            if any(there):
+                log.info("train: job %s deleted", job.name)
+                return True, "and deleted; run again to resume from its last checkpoint"
+            time.sleep(1)  # a creation that was under way may come through yet
+    except (UserError, client.ApiException) as error:
+        problem = str(error).split("; ")[0] if isinstance(error, UserError) else in_words(error)
+        return False, f"but could not be deleted: {problem}; delete it with tailtune cancel RUN"
+    return False, "before there was one"
+
+
+def _create_or_adopt(job: Job, jobs: Jobs) -> None:
+    found = jobs.get(job.name)
     if found is not None:
-        state, _ = cluster.kind.state(found)
-        same = (found["metadata"].get("annotations") or {}).get(SPEC) == cluster.fingerprint(job)
+        state, _ = jobs.kind.state(found)
+        same = (found["metadata"].get("annotations") or {}).get(SPEC) == jobs.fingerprint(job)
         if same and state in ("waiting", "running") and not found["metadata"].get("deletionTimestamp"):
             log.info("train: job %s is there already and %s: following it", job.name, state)
-            cluster.call(lambda: cluster.adopt(job.name))
+            jobs.adopt(job.name)
             return
         log.info("train: job %s of an earlier attempt (%s) is replaced", job.name, state)
-        _delete(job.name, cluster)
+        _delete(job.name, jobs)
         give_up = time.monotonic() + DELETE_SECONDS
-        while cluster.call(lambda: cluster.get(job.name)) is not None:
-            if time.monotonic() > give_up or stop.wait(1):
+        while jobs.get(job.name) is not None:
+            if time.monotonic() > give_up:
                 raise JobFailed(f"job '{job.name}' of an earlier attempt does not go away; "
-                                f"delete it: oc delete {cluster.kind.PLURAL} {job.name}")  # fmt: skip
+                                f"delete it: oc delete {jobs.kind.PLURAL} {job.name}")  # fmt: skip
+            time.sleep(1)
     try:
-        cluster.call(lambda: cluster.create(job))
+        jobs.create(job)
     except client.ApiException as error:
-        if error.status == 409:  # created by a call whose answer was lost
+        if error.status == 409:  # made by a call whose answer was lost, or by somebody else: the job says which
+            _create_or_adopt(job, jobs)
             return
-        raise JobFailed(f"job '{job.name}' was refused: {_in_words(error)}; run tailtune doctor") from None
+        raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}; run tailtune doctor") from None
     log.info("train: job %s created, %d nodes x %d ranks", job.name, job.num_nodes, job.ranks_per_node)
 
 
-def _delete(name: str, cluster: Cluster) -> None:
-    cluster.call(lambda: cluster.delete(name))
+def _delete(name: str, jobs: Jobs) -> None:
+    jobs.delete(name)
     log.info("train: job %s deleted", name)
 
 
 class Follower:
     """Looks at a job again and again; says what changed, and passes its pods' logs on."""
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
-        self.job, self.cluster = job, cluster
+    def __init__(self, job: Job, jobs: Jobs) -> None:
+        self.job, self.jobs = job, jobs
         self.started_at: float | None = None
         self.created_at = time.monotonic()
         self._logs: dict[tuple[str, str], PodLog] = {}
         self._said: dict[str, str] = {}
         self._stuck_since: dict[str, float] = {}
+        self._seen: dict[str, dict[str, Any]] = {}
+        """The pods by their uid, as they were last: an operator may delete those of a failed job."""
+        self._progress = Reporter(partial(jobs.write_progress, job.name))
         self._print = threading.Lock()
+
+    def wait(self) -> None:
+        """Look until the job has succeeded; its pods' logs have been shown then. Raises JobFailed."""
+        try:
+            while not self.look():
+                time.sleep(POLL_SECONDS)
+        except Exception as error:  # when the launcher is stopped, the job is deleted first
+            self.close()
+            if isinstance(error, JobFailed):
+                self._progress.tell(succeeded=False)
+            raise
+        self.close()
+        self._progress.tell(succeeded=True)
 
     def look(self) -> bool:
         """Whether the job has succeeded. Raises JobFailed when it has failed or ran out of time."""
-        job, cluster = self.job, self.cluster
-        found = cluster.call(lambda: cluster.get(job.name))
-        pods = cluster.call(lambda: cluster.pods(job.name))
+        job, jobs = self.job, self.jobs
+        found, pods = jobs.get(job.name), jobs.pods(job.name)
         if found is None:
             raise JobFailed(f"job '{job.name}' was deleted while it ran; run again to resume from its last checkpoint")
         self._follow(pods)
         self._say_pending(pods)
-        state, why = cluster.kind.state(found)
-        bad = look.failures(pods)
+        self._progress.tell()
+        self._seen |= {pod["metadata"]["uid"]: pod for pod in pods}
+        state, why = jobs.kind.state(found)
+        bad = look.failures(self._seen.values())
         if state == "succeeded":
             return True
         if state == "failed":
             self.close()
             raise JobFailed(explain(job.name, bad, why))
         if any(failure.words.get("user_error") for failure in bad):  # a restart would meet the same bad input
-            _delete(job.name, cluster)
+            _delete(job.name, jobs)
             raise JobFailed(explain(job.name, bad, why))
         now = time.monotonic()
         if self.started_at is None and len(pods) == job.num_nodes and all(map(look.is_running, pods)):
@@ -314,39 +312,42 @@ class Follower:
         if self._stuck_since and now - min(self._stuck_since.values()) > STUCK_SECONDS:
             self._give_up(f"waits for something that does not come: {self._waits()}")
         if now - self.created_at > job.deadline_seconds:
-            _delete(job.name, cluster)
+            _delete(job.name, jobs)
             raise JobFailed(f"job '{job.name}' took longer than {job.deadline_seconds} s and was deleted; raise "
                             "resources.deadline_seconds, and run again to resume")  # fmt: skip
         return False
 
-    def close(self) -> None:
-        """Read what is left of the logs."""
+    def close(self, seconds: float = 2 * CALL_TIMEOUT[0]) -> None:
+        """Read what is left of the logs, for so many seconds at most."""
         for thread in self._logs.values():
             thread.end()
+        give_up = time.monotonic() + seconds
         for thread in self._logs.values():
-            thread.join(timeout=2 * CALL_TIMEOUT[0])
+            thread.join(timeout=max(0, give_up - time.monotonic()))
 
     def _waits(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in sorted(self._said.items())) or "no pod exists"
 
     def _give_up(self, why: str) -> None:
-        _delete(self.job.name, self.cluster)
+        _delete(self.job.name, self.jobs)
         raise JobFailed(explain(self.job.name, [], why))
 
     def _follow(self, pods: list[dict[str, Any]]) -> None:
-        cluster = self.cluster
+        cluster = self.jobs.cluster
         for pod in pods:
             key = look.pod_name(pod), str(pod["metadata"].get("uid"))
             begun = any("waiting" not in (c.get("state") or {}) or c.get("restartCount") for c in look.statuses(pod))
             if key not in self._logs and begun:
                 show = partial(self._show, key[0].removeprefix(f"{self.job.name}-"))
-                self._logs[key] = PodLog(lambda: cluster.core, cluster.namespace, key[0], cluster.kind.CONTAINER, show)
+                container = self.jobs.kind.CONTAINER
+                self._logs[key] = PodLog(lambda: cluster.core, cluster.namespace, key[0], container, show)
                 self._logs[key].start()
             if key in self._logs:
                 self._logs[key].restarts = sum(c.get("restartCount") or 0 for c in look.statuses(pod))
 
     def _show(self, prefix: str, line: str) -> None:
         with self._print:
+            self._progress.read(line)
             print(line if line.startswith("[rank ") else f"[{prefix}] {line}", file=sys.stderr, flush=True)
 
     def _say_pending(self, pods: list[dict[str, Any]]) -> None:
@@ -373,7 +374,7 @@ def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
 
     def orphaned(manifest: dict[str, Any]) -> bool:
         launcher = str((manifest["metadata"].get("annotations") or {}).get(LAUNCHER) or "")
-        return bool(launcher) and not cluster.call(lambda: cluster.pod_is_alive(launcher))
+        return bool(launcher) and not cluster.pod_is_alive(launcher)
 
     return _delete_all(cluster, MANAGED, orphaned, dry_run)
 
@@ -381,46 +382,22 @@ def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
 def _delete_all(cluster: Cluster, selector: str, wanted: Callable[[dict[str, Any]], bool], dry_run: bool) -> list[str]:
     names = []
     for kind in KINDS.values():
-        cluster.kind = kind
+        jobs = Jobs(cluster, kind)
         try:
-            found = cluster.call(lambda: cluster.jobs(selector))
+            found = jobs.find(selector)
         except client.ApiException as error:
             if error.status in (403, 404):  # no such kind here, or none that this account may see
                 continue
             raise
         for manifest in found:
             going = manifest["metadata"].get("deletionTimestamp")
-            if not going and cluster.kind.state(manifest)[0] in ("waiting", "running") and wanted(manifest):
+            if not going and kind.state(manifest)[0] in ("waiting", "running") and wanted(manifest):
                 names.append(name := manifest["metadata"]["name"])
                 if not dry_run:
-                    cluster.call(lambda name=name: cluster.delete(name))  # type: ignore[misc]
+                    jobs.delete(name)
     return names
 
 
 def _this_pod() -> str:
     """Name of the step's pod; empty outside a cluster, where nobody can see whether the launcher lives."""
     return os.environ.get("HOSTNAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
-
-
-def _in_words(error: BaseException | None) -> str:
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, client.ApiException):
-        try:
-            message = json.loads(error.body or "{}").get("message", "")
-        except (ValueError, AttributeError):
-            message = ""
-        return f"{error.status} {message or error.reason}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _namespace() -> str:
-    """Of the pod, or of the kubeconfig's context."""
-    path = SERVICE_ACCOUNT / "namespace"
-    if path.is_file():
-        return path.read_text().strip()
-    _, active = config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
-    namespace = active["context"].get("namespace")
-    if not namespace:
-        raise UserError("the cluster's context names no project; choose one with oc project, or give --namespace")
-    return str(namespace)

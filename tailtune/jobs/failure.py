@@ -19,13 +19,24 @@ class Class:
 CLASSES = (
     Class("preempted", r"Preempt|Evicted|NodeShutdown|DeletionByTaintManager|NodeLost",
           "the node was taken away; run again, it resumes from the last checkpoint"),
-    Class("out of memory on the GPU", r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+    Class("out of memory on the GPU", r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory"
+                                      r"|Cuda failure \d* ?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED",
           "lower batch_size and raise stages.0.trainer.gradient_accumulation_steps, then lower max_length"),
-    Class("out of memory on the host", r"OOMKilled|exit status (-9|137)\b|DefaultCPUAllocator",
+    Class("shared memory", r"out of shared memory|insufficient shared memory|creating shared memory segment"
+                           r"|failed to extend /dev/shm|unable to (open|write to|mmap) .*shared memory",
+          "raise resources.memory, which /dev/shm is part of, or lower stages.0.trainer.dataloader_num_workers"),
+    Class("out of memory on the host", r"OOMKilled|exit status (-9|137)\b|DefaultCPUAllocator"
+                                       r"|DataLoader worker \(pid \d+\) is killed by signal: Killed",
           "raise resources.memory, or set stages.0.tail.cache=disk"),
-    Class("network between the ranks", r"NCCL|ProcessGroupGloo|Dist(Network|Backend)Error|RendezvousTimeout"
-                                       r"|RendezvousConnection|Connection (refused|reset|closed) by|Socket Timeout",
-          "check that the network policy lets the job's pods reach each other"),
+    Class("a GPU or its driver", r"uncorrectable (ECC|NVLink) error|GPU is lost|fallen off the bus"
+                                 r"|CUDA driver version is insufficient|driver on your system is too old"
+                                 r"|no kernel image is available|CUDA-capable device\(s\) is/are busy",
+          "run again, on another node when it stays so (resources.node_selector); oc debug node/… shows nvidia-smi"),
+    Class("network between the ranks", r"NCCL error|WorkNCCL|NCCL communicator was aborted|nccl\w+Error"
+                                       r"|[Gg]loo/transport|Gloo connectFullMesh|Dist(Network|Store|Backend)Error"
+                                       r"|Rendezvous(Timeout|Connection|Closed)|Connection (refused|reset|closed) by"
+                                       r"|Socket Timeout|client socket has (timed out|failed)",
+          "check that the network policy lets the job's pods reach each other, and whether another rank died first"),
     Class("a full volume", r"No space left on device|Disk quota exceeded",
           "free space on the volumes, or ask for larger claims"),
     Class("image", r"ImagePullBackOff|ErrImagePull|InvalidImageName|ErrImageNeverPull|ImageInspectError",

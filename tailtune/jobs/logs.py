@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from kubernetes import client
 from urllib3.exceptions import HTTPError
 
+from tailtune.log import log
+
 READ_SECONDS = 60
 """A stream without a line for so long is opened again: a dead connection looks the same."""
 RETRY_SECONDS = 2.0
@@ -69,6 +71,7 @@ class PodLog(threading.Thread):
         self._core, self._container, self._show = core, container, show
         self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
         self._once = Once()
+        self._surprised = False
         self._ended = threading.Event()
         self._restarts = 0
         self.restarts = 0
@@ -116,6 +119,12 @@ class PodLog(threading.Thread):
                 self._pass(rest)
         except (client.ApiException, HTTPError, OSError):
             return False  # no container yet, a broken connection, a server in trouble: read again from the last line
+        except Exception as error:  # the job is worth more than its log, but nobody shall miss lines unknowingly
+            if not self._surprised:
+                log.warning("train: reading the %s failed, lines may be missing (%s: %s)", self.name,
+                            type(error).__name__, " ".join(str(error).split())[:200])  # fmt: skip
+            self._surprised = True
+            return False
         return True
 
     def _pass(self, line: bytes) -> None:

@@ -15,10 +15,10 @@ import click
 
 from tailtune.jobs.torchrun import Ended, run_torchrun
 from tailtune.log import configure, log
+from tailtune.signals import STOPPED
 
 TERMINATION_LOG = "/dev/termination-log"
 """Where Kubernetes reads a container's last words, up to 4,096 bytes."""
-STOPPED = 143
 
 
 def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,8 @@ CONTAINER = "pytorch"
 """The operator knows the training container by this name."""
 POD_SELECTOR = "training.kubeflow.org/job-name={name}"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PROGRESS = ""
+"""The dashboard reads no progress of this kind."""
 KEEP_SECONDS = 7 * 24 * 3600
 """How long a finished job stays, with its pods' logs."""
 

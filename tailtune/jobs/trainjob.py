@@ -11,6 +11,8 @@ CONTAINER = "node"
 """The runtimes' own name of the training container, and of the job within the JobSet."""
 POD_SELECTOR = "jobset.sigs.k8s.io/jobset-name={name}"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PROGRESS = "trainer.opendatahub.io/trainerStatus"
+"""Annotation that the dashboard reads (progress.py)."""
 RUNTIMES = {True: "torch-distributed", False: "torch-distributed-cpu"}
 MANAGER = "tailtune.io/launcher"
 PATCHED = ("securityContext", "terminationGracePeriodSeconds", "nodeSelector", "tolerations", "volumes")

@@ -29,6 +29,7 @@ from tailtune.log import log
 from tailtune.manifest import publish, sha256_json, write_json
 from tailtune.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.recipe import Recipe, Stage
+from tailtune.signals import STOPPED
 from tailtune.split import split_rows
 from tailtune.tail.trainer import TailTrainer, attach
 from tailtune.train import hardware
@@ -36,9 +37,6 @@ from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
 from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.model import export_model, load_model, prepare_tail
-
-STOPPED = 143
-"""Exit status of a run that a signal stopped: 128 + SIGTERM, so that a restart policy starts it again."""
 
 
 @dataclass(frozen=True)

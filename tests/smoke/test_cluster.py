@@ -1,21 +1,20 @@
-"""The train step on a cluster: survival's recipe, 1 Master and 1 Worker, over HTTP, with real training in the pods."""
+"""The train step on a cluster: survival's recipe in two pods, over HTTP, with real training in the pods."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny_recipe
 from kubernetes_server import Server, cluster
+from launchers import start_launcher, wait_until
 from safetensors.torch import load_file
 
+from tailtune.jobs import trainjob
 from tailtune.jobs.training import train_stage
 from tailtune.run import Run
 
@@ -25,6 +24,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from tailtune.jobs import cluster
+from tailtune.jobs import trainjob
 from tailtune.jobs.training import train_stage
 from tailtune.log import step
 from tailtune.run import Run
@@ -50,16 +50,7 @@ def make_run(folder: Path, *, local: bool, **overrides: Any) -> Run:
 
 
 def start(run: Run, prepared: Path, server: Server) -> "subprocess.Popen[str]":
-    arguments = [run.to_json(), str(prepared / "data"), str(prepared / "base")]
-    return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "KUBECONFIG": str(server.kubeconfig)})  # fmt: skip
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    return start_launcher(server, LAUNCH, run.to_json(), str(prepared / "data"), str(prepared / "base"))
 
 
 def steps_logged(server: Server) -> int:
@@ -74,10 +65,12 @@ def local_weights(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return load_file(run.best_model_dir / "model.safetensors")
 
 
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_survival_trains_in_two_pods_to_the_same_weights(
-    server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any]
+    server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], kind: str
 ) -> None:
-    run = make_run(tmp_path, local=False)
+    server.install_trainer()
+    run = make_run(tmp_path, local=False, **{"resources.job_kind": kind})
     server.faults.drop_streams = [11, 3, 40, 0, 25, 60]
     process = start(run, prepared, server)
     _, err = process.communicate(timeout=300)
@@ -89,7 +82,12 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
     assert json.loads((run.models_dir / "training_summary.json").read_text())["world_size"] == 2
     tuned = load_file(run.best_model_dir / "model.safetensors")
     assert max((tuned[name] - local_weights[name]).abs().max().item() for name in tuned) <= 1e-5
-    assert list(server.jobs) and not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
+    (job,) = server.jobs.values()
+    if kind == "trainjob":
+        status = json.loads(job["metadata"]["annotations"][trainjob.PROGRESS])
+        assert status["progressPercentage"] == 100 and status["totalSteps"] == NUM_STEPS
+        assert set(status["trainMetrics"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "master-0"])

@@ -1,79 +1,22 @@
 """The launcher on a cluster, over HTTP: what it does, and what it says when a cluster does what clusters do."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from kubernetes_server import NAMESPACE, Server, cluster
+from http_server import NAMESPACE
+from kubernetes_server import Server
+from launchers import in_background, make_job, numbered, run, start_job, wait_until
 
+from tailtune.jobs import api, pytorchjob
 from tailtune.jobs import cluster as launcher
-from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
-
-MODULES = {
-    "lines": "import os, time\nfor i in range(40):\n    print(f'line {i}', flush=True)\n    time.sleep(0.02)",
-    "raises": "import os, time\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
-              "@record\ndef main():\n    if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
-              "    time.sleep(60)\nmain()",
-    "gpu": "import os, time\nfrom torch import OutOfMemoryError\n"
-           "from torch.distributed.elastic.multiprocessing.errors import record\n"
-           "@record\ndef main():\n    if os.environ['RANK'] == '0': raise OutOfMemoryError('CUDA out of memory.')\n"
-           "    time.sleep(60)\nmain()",
-    "user": "import sys, time\nprint('tailtune | train: error: the data are no data; give data', flush=True)\n"
-            "sys.exit(1)",
-    "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
-    "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
-            "if all(m.exists() for m in marks): sys.exit(0)\nmarks[int(os.environ['RANK'])].write_text('x')\n"
-            "while not all(m.exists() for m in marks): time.sleep(0.05)\nprint('step 2/9', flush=True)\ntime.sleep(60)",
-}  # fmt: skip
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name, source in MODULES.items():
-        (tmp_path / f"pod_{name}.py").write_text(source)
-    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.2)
-    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path), MARK=str(tmp_path / "mark")) as running:
-        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
-        yield running
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """What a step's log would hold: the ranks' lines, then the launcher's own."""
-    caplog.set_level("INFO", "tailtune")
-    return lambda: capsys.readouterr().err + caplog.text
-
-
-def make_job(module: str, **changes: Any) -> Job:
-    pod = Pod(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
-              volumes=(("training-data-pvc", "/shared/data"), ("workspace-pvc", "/shared/workspace")))  # fmt: skip
-    job = Job(name=job_name("a run", "sft"), module=f"pod_{module}", args=(), num_nodes=2, ranks_per_node=1,
-              shutdown_seconds=5, start_seconds=60, pod=pod, labels={"tailtune.io/run": "a-run"})  # fmt: skip
-    return replace(job, **changes)
-
-
-def run(job: Job, api_seconds: float = 30) -> None:
-    launcher.run_job(job, launcher.Cluster(api_seconds=api_seconds))
-
-
-def in_background(action: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    return thread
-
-
-def numbered(text: str, rank: int) -> list[int]:
-    return [int(n) for n in re.findall(rf"^\[rank {rank}\] line (\d+)$", text, re.MULTILINE)]
+from tailtune.jobs.job import JobFailed, job_name, label_value
 
 
 def test_all_ranks_lines_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
@@ -117,6 +60,28 @@ def test_a_token_that_stays_refused_asks_for_a_login(server: Server) -> None:
     server.token = "another"
     with pytest.raises(ValueError, match="refuses the token; log in again with oc login"):
         run(make_job("lines"), api_seconds=2)
+
+
+def test_a_pods_token_that_stays_refused_ends_the_waiting_soon(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: Callable[[], str]
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "as in a pod")
+    monkeypatch.setattr(api, "SERVICE_ACCOUNT", tmp_path)
+    for name, text in (("token", "the kubelet's"), ("namespace", NAMESPACE)):
+        (tmp_path / name).write_text(text)
+    login = api.config.load_kube_config
+    monkeypatch.setattr(api.config, "load_incluster_config", lambda **kwargs: login(str(server.kubeconfig), **kwargs))
+    server.token = "a newer one"
+    timer = in_background(lambda: (time.sleep(1), server.write_kubeconfig()))
+    run(make_job("lines", num_nodes=1))  # the kubelet has brought the newer one meanwhile
+    timer.join()
+    assert "401 Unauthorized" in shown()
+    server.token = "another"
+    monkeypatch.setattr(api, "TOKEN_SECONDS", 1)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="refuses the token of this step's service account, and there is no newer"):
+        run(make_job("lines"), api_seconds=600)
+    assert time.monotonic() - started < 20
 
 
 def test_pods_that_wait_say_why_and_then_run(server: Server, shown: Callable[[], str]) -> None:
@@ -189,36 +154,8 @@ def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
     timer.join()
 
 
-LAUNCH = """
-import sys
-sys.path[:0] = {paths!r}
-from tailtune.jobs import cluster as launcher
-from tailtune.log import step
-from test_cluster import make_job
-launcher.POLL_SECONDS = 0.2
-with step("train"):
-    launcher.run_job(make_job("long"), launcher.Cluster())
-"""
-
-
-def start_launcher(server: Server) -> "subprocess.Popen[str]":
-    here = Path(__file__).resolve().parent
-    program = LAUNCH.format(paths=[str(here), str(here.parent)])
-    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
-    wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
-    return process
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
-    process = start_launcher(server)
+    process = start_job(server)
     pods = [p.process for pods in server.pods.values() for p in pods]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -226,8 +163,55 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
     wait_until(lambda: not server.jobs and all(p is None or p.poll() is not None for p in pods))
 
 
+@pytest.mark.parametrize("trouble", [503, 0], ids=["5xx", "reset"])
+def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(server: Server, trouble: int) -> None:
+    process = start_job(server)
+    before = len(server.requests)
+    server.faults.statuses = [trouble] * 1000
+    wait_until(lambda: len(server.requests) > before + 5)  # the waits between the tries grow to 30 s
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.requests[-1].startswith("DELETE"), seconds=5)
+    server.faults.statuses = []
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
+    wait_until(lambda: not server.jobs)
+
+
+def test_a_step_that_cannot_delete_its_job_says_so(server: Server) -> None:
+    process = start_job(server)
+    server.faults.statuses = [503] * 1000
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)  # as long as a pod has
+    assert process.returncode == 1 and "was stopped by signal 15 but could not be deleted: the cluster's API" in err
+
+
+def test_a_job_whose_creation_was_answered_by_nothing_is_followed(server: Server, shown: Callable[[], str]) -> None:
+    server.faults.lost_answers = 1
+    run(make_job("lines"))
+    err = shown()
+    assert numbered(err, 0) == list(range(40)) and "is there already and" in err
+    assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 2
+
+
+def test_lines_that_cannot_be_shown_are_no_secret_and_no_end(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = launcher.Follower._show
+
+    def fail(self: launcher.Follower, prefix: str, line: str) -> None:
+        if line.endswith(("line 7", "line 9")):
+            raise ValueError("no such colour")
+        show(self, prefix, line)
+
+    monkeypatch.setattr(launcher.Follower, "_show", fail)
+    run(make_job("lines", num_nodes=1))
+    err = shown()
+    assert err.count("lines may be missing (ValueError: no such colour)") == 1
+    assert numbered(err, 0) == [i for i in range(40) if i not in (7, 9)]
+
+
 def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
-    first = start_launcher(server)
+    first = start_job(server)
     first.kill()  # no time to delete anything
     first.wait()
     assert list(server.jobs) == [make_job("long").name]
@@ -251,10 +235,11 @@ def test_a_failed_job_of_an_earlier_attempt_is_replaced(server: Server, shown: C
 def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set, as in a pod; its token is not there, so the login is used")
     there = launcher.Cluster()
+    jobs = launcher.Jobs(there, pytorchjob)
     for run_name, pod in (("one", "step-one"), ("two", "step-two")):
         monkeypatch.setenv("HOSTNAME", pod)
         job = make_job("long", name=job_name(run_name, "sft"))
-        there.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
+        jobs.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
     server.step_pods = {"step-one": "Running", "step-two": "Running"}
     assert launcher.collect_garbage(there) == []
     server.step_pods["step-one"] = "Failed"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes.client import ApiClient
-from kubernetes_server import Refused, check_fields
+from http_server import Refused, check_fields
+from kubernetes.client import ApiClient, models
 
 import tailtune
 from tailtune.jobs.job import Job
@@ -211,12 +211,12 @@ def check_description(value: Any, description: Any, path: str) -> None:
 def check_manifest(manifest: Manifest) -> None:
     kind = manifest["apiVersion"], manifest["kind"]
     if kind in MODELS:
-        check_fields(manifest, MODELS[kind])
+        check_fields(manifest, MODELS[kind], [models])
         ApiClient().deserialize(SimpleNamespace(data=json.dumps(manifest)), MODELS[kind])  # required fields
         return
     if set(manifest) != {"apiVersion", "kind", "metadata", "spec"}:
         raise Refused(400, f"{kind[1]}: has {sorted(manifest)}")
-    check_fields(manifest["metadata"], "V1ObjectMeta", "metadata")
+    check_fields(manifest["metadata"], "V1ObjectMeta", [models], "metadata")
     check_description(manifest["spec"], DESCRIPTIONS[kind], "spec")
 
 
@@ -437,7 +437,7 @@ def violations(template: Manifest) -> list[str]:
 @pytest.mark.parametrize("container", ["pytorch", "node"])
 def test_training_pods_pass_the_restricted_pod_security_standard(job: Job, container: str) -> None:
     template = pod_template(job, container)
-    check_fields(template, "V1PodTemplateSpec")
+    check_fields(template, "V1PodTemplateSpec", [models])
     assert violations(template) == []
     assert "runAsUser" not in json.dumps(template)  # OpenShift gives every project a range of its own
 

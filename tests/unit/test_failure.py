@@ -22,18 +22,52 @@ def ended(code: int, reason: str, at: str, message: str = "") -> dict[str, Any]:
     ("text", "name"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory on the GPU"),
+        ("RuntimeError: CUDA error: out of memory", "out of memory on the GPU"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+         "out of memory on the GPU"),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error\n"
+         "Last error:\nCuda failure 2 'out of memory'", "out of memory on the GPU"),
+        ("RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that dataloader's "
+         "workers are out of shared memory.", "shared memory"),
+        ("ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+         "shared memory"),
+        ("misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
+         ", error: No space left on device (28)", "shared memory"),
         ("OOMKilled\nexit status 137", "out of memory on the host"),
+        ("RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.", "out of memory on the host"),
         ("rank 3 failed first, exit status -9 (SIGKILL)", "out of memory on the host"),
-        ("[rank1]: NCCL error: unhandled system error", "network between the ranks"),
-        ("torch.distributed.DistNetworkError: The client socket has timed out", "network between the ranks"),
+        ("CUDA error: uncorrectable ECC error encountered", "a GPU or its driver"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "a GPU or its driver"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "a GPU or its driver"),
+        ("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, unhandled system error (run with "
+         "NCCL_DEBUG=INFO for details), NCCL version 2.21.5", "network between the ranks"),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, "
+         "Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.", "network between the ranks"),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+         "network between the ranks"),
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.4]:1089",
+         "network between the ranks"),
+        ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"
+         " for recv operation to complete", "network between the ranks"),
+        ("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
+         "network between the ranks"),
+        ("torch.distributed.DistNetworkError: The client socket has timed out after 300000ms while trying to connect to"
+         " (036c56dce41b, 41331).", "network between the ranks"),
+        ("torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
+         "network between the ranks"),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has "
+         "failed.", "network between the ranks"),
         ("Evicted: The node was low on resource: ephemeral-storage", "preempted"),
         ("OSError: [Errno 28] No space left on device", "a full volume"),
         ("pod a: ErrImagePull: not found", "image"),
         ("did not start within 60 s: no pod exists", "scheduling"),
         ("KeyError: 'answer'", "code"),
         ("rank 0 failed first, exit status -91", "code"),
+        ("IndexError: list index out of range\n[W ProcessGroupNCCL.cpp:1250] Warning: process group has NOT been "
+         "destroyed before we destruct ProcessGroupNCCL.", "code"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "code"),
     ],
-)
+)  # fmt: skip
 def test_classes(text: str, name: str) -> None:
     assert classify(text).name == name
 

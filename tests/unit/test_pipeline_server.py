@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from dashboard_server import NAMESPACE, Server, dashboard
+from dashboard_server import Server, dashboard
+from http_server import NAMESPACE
 
 import pipeline
 import pipeline_server

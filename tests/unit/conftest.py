@@ -1,0 +1,27 @@
+"""The launcher's server, and what a step's log would hold."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes_server import Server, cluster
+from launchers import MODULES
+
+from tailtune.jobs import cluster as launcher
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name, source in MODULES.items():
+        (tmp_path / f"pod_{name}.py").write_text(source)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.2)
+    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path), MARK=str(tmp_path / "mark")) as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        yield running
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What a step's log would hold: the ranks' lines, then the launcher's own."""
+    caplog.set_level("INFO", "tailtune")
+    return lambda: capsys.readouterr().err + caplog.text
