@@ -2,7 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check lint compile clean
+.PHONY: demo test test-all check lint compile lock images image-pipeline image-trainer try-images clean
+
+# Of `make images` (images/README.md).
+BUILDER ?= $(firstword $(notdir $(shell command -v podman buildah)))
+REGISTRY ?= localhost
+TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tailtune/__init__.py)
+BUILD_FLAGS ?=
 
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
@@ -21,6 +27,24 @@ check: .venv/.installed  ## style, types, import arrows, compiled files
 
 compile: .venv/.installed  ## regenerate compiled/
 	$(BIN)/python pipeline.py
+
+lock: .venv/.installed  ## the images' requirements anew, with PyPI's hashes
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv
+	UV=$(BIN)/uv images/lock
+
+ifneq ($(and $(BASE_IMAGE),$(filter images,$(MAKECMDGOALS))),)
+$(error BASE_IMAGE is of one image; use make image-pipeline or make image-trainer)
+endif
+images: image-pipeline image-trainer  ## both container images, with podman or buildah
+
+image-pipeline image-trainer: image-%:
+	@test -n "$(BUILDER)" || { echo "make images needs podman or buildah; install one of them" >&2; exit 1; }
+	$(BUILDER) build --layers --file images/$*/Containerfile --tag $(REGISTRY)/tailtune-$*:$(TAG) \
+	  --build-arg VERSION=$(TAG) --build-arg GIT_COMMIT=$$(git describe --always --dirty --abbrev=12 --exclude '*') \
+	  $(if $(and $(DATA),$(filter pipeline,$*)),--build-arg DATA=$(DATA)) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) $(BUILD_FLAGS) .
+
+try-images:  ## build the CPU image on a base of Debian's and run the pipeline in it as a random user; needs root
+	images/try
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tailtune needs Python 3.11 or newer; set PYTHON=python3.11" >&2; exit 1; }

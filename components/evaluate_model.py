@@ -6,7 +6,7 @@ from kfp.dsl import Metrics, Output
 from components import images
 
 
-@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+@dsl.component(base_image=images.TRAINER, install_kfp_package=False)
 def evaluate_model(run: str, data_dir: str, base_model_dir: str, tuned_model_dir: str, metrics: Output[Metrics]) -> str:
     """Return the path of `evaluation.json`."""
     import math

@@ -6,7 +6,7 @@ from kfp.dsl import HTML, Output
 from components import images
 
 
-@dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
+@dsl.component(base_image=images.TRAINER, install_kfp_package=False)
 def make_demo(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
     """Return the path of the report, which is an artifact too."""
     import shutil

@@ -24,8 +24,9 @@ def collect() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that runs, `-dirty` when it has changes; the image's label elsewhere."""
-    if commit := os.environ.get("TAILTUNE_GIT_COMMIT"):
+    """Commit that the image was built from, or of the checkout that runs, `-dirty` when it has changes."""
+    # The second is set in images that OpenShift builds.
+    if commit := os.environ.get("TAILTUNE_GIT_COMMIT") or os.environ.get("OPENSHIFT_BUILD_COMMIT"):
         return commit
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -9,7 +9,10 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from packaging.version import Version
 
 from tailtune.log import MARK, log
 from tailtune.manifest import read_json
@@ -56,11 +59,10 @@ def run_torchrun(
         error_file = Path(folder) / "error.json"
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "torch.distributed.run",
+                sys.executable, "-m", *torchrun_module(metadata.version("torch"), shutdown_seconds),
                 *options,
                 f"--nproc-per-node={ranks_per_node}",
                 f"--max-restarts={max_restarts}",
-                f"--shutdown-timeout={shutdown_seconds}",
                 "--monitor-interval=0.5",
                 "-m", module,
                 *args,
@@ -111,6 +113,13 @@ def first_failure(output: str, error_file: Path, status: int) -> str:
     text = message.get("message", "") if isinstance(message, dict) else message or ""
     reason = f": {' '.join(text.split())[:500]}" if text else ""
     return f"rank {root.group(1)} failed first, exit status {code}{name}{reason}"
+
+
+def torchrun_module(torch_version: str, shutdown_seconds: int) -> list[str]:
+    """The module that is torchrun, with how long ranks may take to stop: an option since torch 2.12."""
+    if Version(torch_version) < Version("2.12"):
+        return ["tailtune.train.elastic", str(shutdown_seconds)]
+    return ["torch.distributed.run", f"--shutdown-timeout={shutdown_seconds}"]
 
 
 def _threads(ranks_per_node: int) -> dict[str, str]:

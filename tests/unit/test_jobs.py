@@ -1,11 +1,13 @@
 """The local back end with real torchrun and modules that fail in different ways."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tailtune.jobs.job import Job, JobFailed
 from tailtune.jobs.local import run_job
+from tailtune.jobs.torchrun import torchrun_module
 
 MODULES = {
     "fine": "print('all is well')",
@@ -17,6 +19,10 @@ MODULES = {
               "time.sleep(60)",
     "once": "import os, sys\nfrom pathlib import Path\n"
             "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)",
+    "deaf": "import os, signal, time\ndef stop(*_):\n    start = time.monotonic()\n    while True:\n"
+            "        print('asked to stop for', round(time.monotonic() - start), flush=True)\n        time.sleep(0.5)\n"
+            "signal.signal(signal.SIGTERM, stop)\ntime.sleep(1)\n"
+            "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)",
     "user": "import os, sys, time\nopen(os.environ['STARTS'], 'a').write('x')\n"
             "sys.stdout.write('tailtune | train: error: the data are no data; give data\\n')\nsys.exit(1)",
 }  # fmt: skip
@@ -52,6 +58,19 @@ def test_bad_input_is_not_tried_again(job: Job, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match=r"^the data are no data; give data$"):
         run_job(job)
     assert len((tmp_path / "starts").read_text()) <= 2  # two ranks, one start: the second may be ended before it
+
+
+@pytest.mark.parametrize("job", ["deaf"], indirect=True)
+def test_a_rank_has_the_shutdown_seconds_to_stop_and_no_more(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobFailed):
+        run_job(job)
+    seconds = re.findall(r"asked to stop for (\d+)", capfd.readouterr().err)
+    assert 3 < max(map(int, seconds)) < 20  # 5; torchrun's own default is 30
+
+
+def test_the_shutdown_seconds_reach_a_torchrun_that_has_no_option_for_them() -> None:
+    assert torchrun_module("2.9.0+cu128", 300) == ["tailtune.train.elastic", "300"]
+    assert torchrun_module("2.12.0", 300) == ["torch.distributed.run", "--shutdown-timeout=300"]
 
 
 @pytest.mark.parametrize("job", ["fine"], indirect=True)
