@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -62,7 +63,6 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     """
     from kfp import dsl, kubernetes
 
-    from components import images
     from components.check_cluster import check_cluster
     from components.evaluate_model import evaluate_model
     from components.fetch_dataset import fetch_dataset
@@ -74,6 +74,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     from components.stop_jobs import stop_jobs
     from components.train_stage import train_stage
     from components.write_parquet import write_parquet
+    from tailtune import images
 
     default, gpu = parameter_values(recipe), recipe.resources.gpu
 
@@ -125,7 +126,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             run = resolved.output
             raw = add(fetch_dataset(run=run))
             if cluster:
-                raw.after(add(check_cluster(run=run)))
+                raw.after(add(check_cluster(run=run, trainer_image=trainer_image)))
             data = add(write_parquet(run=run, source=raw.output))
             data_directory = data.outputs["Output"]
             with dsl.If(data_directory != "", name="new-data"):
@@ -386,6 +387,8 @@ def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 @click.option("--catch-up", is_flag=True, help="With --schedule: make up for runs that were missed.")
 @click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
 @click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
+@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, instead of the cluster's own "
+              "registry; TAILTUNE_IMAGE_REGISTRY says the same.")  # fmt: skip
 @click.option("--endpoint", help="Address of the pipeline server; found by the login where not given.")
 @click.option("--namespace", help="Project on the cluster; that of the login where not given.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and parameters; run nothing.")
@@ -407,6 +410,7 @@ def main(
     catch_up: bool,
     list_schedules: bool,
     unschedule: str | None,
+    image_registry: str | None,
     endpoint: str | None,
     namespace: str | None,
     dry_run: bool,
@@ -428,6 +432,12 @@ def main(
         raise click.UsageError("--run-name needs --local or --submit")
     if watch and not submit_run:
         raise click.UsageError("--watch needs --submit")
+    if image_registry:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
+            raise click.UsageError(
+                f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag"
+            )
+        os.environ["TAILTUNE_IMAGE_REGISTRY"] = image_registry  # read when tailtune.images is imported
     configure()
     try:
         if list_them:

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import images
+from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)

@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import HTML, Output
 
-from components import images
+from tailtune import images
 
 
 @dsl.component(base_image=images.TRAINER, install_kfp_package=False)

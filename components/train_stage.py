@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Metrics, Output
 
-from components import images
+from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)

@@ -131,9 +131,10 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
 @_one_line_errors
 def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool, as_json: bool) -> None:
     """Find what would stop a run, with the command that mends it; exit status 1 when something does."""
-    from tailtune import doctor
+    from tailtune import doctor, images
 
-    findings = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only)
+    findings = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only,
+                              images=(images.PIPELINE, images.TRAINER))  # fmt: skip
     click.echo(json.dumps(doctor.as_json(findings), indent=2) if as_json else "\n".join(doctor.as_lines(findings)))
     sys.exit(1 if doctor.blocked(findings) else 0)
 

@@ -12,9 +12,10 @@ from kubernetes import client
 from kubernetes.utils.quantity import parse_quantity
 from packaging.version import InvalidVersion, Version
 
-from tailtune.doctor import BLOCKS, GIGABYTE, OK, WARNING, Finding
+from tailtune.doctor import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
 from tailtune.errors import UserError
-from tailtune.jobs.cluster import Cluster
+from tailtune.jobs.api import Cluster
+from tailtune.jobs.cluster import choose_kind
 from tailtune.recipe import Recipe
 
 RUNNER = "pipeline-runner-dspa"
@@ -30,9 +31,9 @@ def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = (
     version = cluster.call(client.VersionApi(api).get_code)
     yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
                                f"{cluster.namespace}")  # fmt: skip
-    groups = {group.name for group in cluster.call(client.ApisApi(api).get_api_versions).groups}
+    groups = cluster.call(client.ApisApi(api).get_api_versions).groups
     yield from _pipeline_server(cluster)
-    yield from _training_jobs(cluster, recipe, groups)
+    yield from _training_jobs(cluster, recipe)
     yield from _volumes(cluster, recipe)
     yield from _queue(cluster, recipe, groups)
     yield from _quota(cluster, recipe)
@@ -77,17 +78,18 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _training_jobs(cluster: Cluster, recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
+def _training_jobs(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
     """Of the account that is logged in, which in a pipeline's step is the runner's own."""
     try:
-        chosen = cluster.choose_kind(recipe.resources.job_kind)
+        jobs, why = choose_kind(cluster, recipe.resources.job_kind)
     except UserError as error:
-        there = groups & {"kubeflow.org", "trainer.kubeflow.org"}
-        yield Finding("training jobs", BLOCKS, str(error).partition("; run tailtune")[0], _let_run(cluster) if there
-                      else "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
+        problem = str(error).partition("; run tailtune")[0]
+        fix = _let_run(cluster) if "may not create" in problem else (
+            "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
+        yield Finding("training jobs", BLOCKS, problem, fix)
         return
-    yield Finding("training jobs", OK, chosen)
-    kind = cluster.kind
+    yield Finding("training jobs", OK, why)
+    kind = jobs.kind
     needed = [(verb, kind.GROUP, kind.PLURAL) for verb in ("create", "get", "list", "patch", "delete")]
     needed += [("list", "", "pods"), ("get", "", "pods/log")]
     missing = [f"{verb} {what}" for verb, group, what in needed if not cluster.may(verb, group, what)]
@@ -124,16 +126,14 @@ def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
             yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")
 
 
-def _queue(cluster: Cluster, recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
+def _queue(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
     name = recipe.resources.queue
     if not name:
-        if "kueue.x-k8s.io" in groups:
+        if any(one.name == "kueue.x-k8s.io" for one in groups):
             yield Finding("queue", WARNING, "the cluster has Kueue, and the run names no queue",
                           "oc get localqueue; then -p queue=NAME")  # fmt: skip
         return
-    apis = client.ApisApi(client.ApiClient(cluster.configuration))
-    served = {group.name: group.preferred_version.version for group in cluster.call(apis.get_api_versions).groups}
-    version = served.get("kueue.x-k8s.io", "v1beta1")
+    version = next((one.versions[0].version for one in groups if one.name == "kueue.x-k8s.io"), "v1beta1")
     found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
         "kueue.x-k8s.io", version, namespace, "localqueues", name), name)  # fmt: skip
     if isinstance(found, int):
@@ -152,7 +152,7 @@ def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         needs[f"requests.{wanted.gpu}"] = str(wanted.ranks_per_node)
     found = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_resource_quota(namespace), "")
     if isinstance(found, int):
-        yield Finding("quota", WARNING, "may not be read: not checked", f"oc get resourcequota -n {cluster.namespace}")
+        yield _unread("quota", found, "")
         return
     short: dict[str, str] = {}
     for quota in found.items:
@@ -225,4 +225,4 @@ def _read(cluster: Cluster, read: Callable[[str, str], Any], name: str, namespac
 def _unread(check: str, status: int, fix: str) -> Finding:
     if status == 404:
         return Finding(check, BLOCKS, "does not exist", fix)
-    return Finding(check, WARNING, "may not be read by this account: not checked", "look as another user: oc whoami")
+    return Finding(check, UNKNOWN, "may not be read by this account: not checked")

@@ -18,7 +18,7 @@ from tailtune.jobs.local import count_gpus
 from tailtune.log import log
 from tailtune.recipe import Recipe
 
-OK, WARNING, BLOCKS = "ok", "warning", "blocks"
+OK, UNKNOWN, WARNING, BLOCKS = "ok", "unknown", "warning", "blocks"
 GIGABYTE = 10**9
 
 
@@ -26,7 +26,7 @@ GIGABYTE = 10**9
 class Finding:
     check: str
     status: str
-    """`ok`, `warning` or `blocks`."""
+    """`ok`, `unknown` (this account may not look), `warning` or `blocks`."""
     message: str
     fix: str = ""
     """The exact command, or what to do."""
@@ -40,7 +40,7 @@ def examine(
     if not cluster:
         return found
     from tailtune.cluster_doctor import cluster_findings
-    from tailtune.jobs.cluster import Cluster
+    from tailtune.jobs.api import Cluster
 
     try:
         found += cluster_findings(Cluster(namespace, api_seconds=20), recipe, images)
@@ -107,7 +107,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding("packages", OK, shown)
 
 
-MARKS = {OK: "✓", WARNING: "!", BLOCKS: "✗"}
+MARKS = {OK: "✓", UNKNOWN: "?", WARNING: "!", BLOCKS: "✗"}
 
 
 def as_lines(findings: list[Finding]) -> list[str]:

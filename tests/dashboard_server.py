@@ -20,7 +20,7 @@ from http_server import HttpServer, Refused, check_fields, send_json
 
 class Server(HttpServer):
     def __init__(self) -> None:
-        self.token = "a-token"
+        self.token, self.version = "a-token", "2.16.1"
         self.statuses: list[int] = []
         """Answers to the next requests, instead of their own."""
         self.pipelines: dict[str, dict[str, Any]] = {}
@@ -50,6 +50,8 @@ class Server(HttpServer):
     def _route(self, request: BaseHTTPRequestHandler, path: str, query: dict[str, str], content: bytes) -> Any:
         method, parts = request.command, path.split("/")
         match method, parts:
+            case "GET", ["", "apis", "v1beta1", "healthz"]:
+                return {"tag_name": self.version, "commit_sha": "", "multi_user": False}
             case "GET", ["healthz"]:
                 return {"multi_user": False}
             case "POST", ["pipelines"]:

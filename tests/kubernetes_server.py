@@ -25,7 +25,7 @@ from datetime import datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import psutil
 import yaml
@@ -35,6 +35,10 @@ from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, 
 
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Of custom resources: no strategic merge."""
+OBJECT = re.compile(
+    r"/(?:api/v1|apis/([a-z0-9.]+)/v[0-9a-z]+)/namespaces/([a-z0-9-]+)/"
+    r"(secrets|resourcequotas|imagestreamtags|localqueues|datasciencepipelinesapplications)(?:/([^/]+))?"
+)
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ALLOWED = (
     # verbs, group, resource: what the role of pipeline-runner-dspa gives, as far as the tests ask
@@ -190,6 +194,8 @@ class Server(HttpServer):
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, list[Pod]] = {}
         self.requests: list[str] = []
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        """(resource, project/name) → what else there is to read."""
         self.step_pods: dict[str, str] = {}
         """Pods of pipeline steps that are there, with their phase."""
         self.lock = threading.RLock()
@@ -291,6 +297,8 @@ class Server(HttpServer):
             resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
             allowed = may(self.allowed, asked["verb"], asked.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
+        if method == "GET" and (match := OBJECT.fullmatch(unquote(path))):
+            return self._read_object(*match.groups())
         if path.startswith(("/apis/", "/openapi/")):
             raise Refused(404, "404 page not found")
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
@@ -304,6 +312,16 @@ class Server(HttpServer):
             return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
                     "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
         raise Refused(403, f'{method} {path} is forbidden: User "pipeline-runner-dspa" may not do it')
+
+    def _read_object(self, group: str | None, namespace: str, resource: str, name: str | None) -> dict[str, Any]:
+        """One of `objects`, or all of them of a resource."""
+        if not may(self.allowed, "get" if name else "list", group or "", resource):
+            raise Refused(403, f'{resource} is forbidden: User "pipeline-runner-dspa" may not read it')
+        if name is None:
+            return {"items": [one for (kind, _), one in self.objects.items() if kind == resource]}
+        if (resource, f"{namespace}/{name}") not in self.objects:
+            raise Refused(404, f'{resource} "{name}" not found')
+        return self.objects[resource, f"{namespace}/{name}"]
 
     def _route_jobs(self, operator: TrainingOperator | Trainer, method: str, path: str, query: dict[str, str],
                     body: Any) -> dict[str, Any]:  # fmt: skip

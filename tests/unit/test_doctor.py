@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import dashboard_server
 import pytest
 from click.testing import CliRunner, Result
 from kubernetes_server import Server, cluster
 
-from tailtune import doctor
+from tailtune import __version__, doctor
 from tailtune.cli import main
+from tailtune.errors import UserError
+from tailtune.recipe import load_recipe
 
 
 @pytest.fixture
@@ -26,10 +29,33 @@ def invoke(*arguments: str) -> Result:
 def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
-    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is there", "may create, follow and delete",
-                  "volume workspace-pvc", "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
+    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob (as there is)",
+                  "may create, follow and delete a PyTorchJob", "volume workspace-pvc",
+                  "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
         assert words in result.output
     assert "✗" not in result.output and server.token not in result.output
+
+
+SECRET = ("secrets", "lyric-professor/huggingface-token")
+
+
+def forbid(server: Server, resource: str) -> None:
+    server.allowed = [one for one in server.allowed if one[2] != resource]
+
+
+def quota(server: Server, hard: str, used: str) -> None:
+    server.allowed.append(("list", "", "resourcequotas"))
+    name = "requests.nvidia.com/gpu"
+    status = {"hard": {name: hard, "limits.cpu": "100"}, "used": {name: used, "limits.cpu": "76"}}
+    server.objects["resourcequotas", "lyric-professor/gpus"] = {"status": status}
+
+
+def allow_images(server: Server) -> None:
+    server.allowed.append(("get", "image.openshift.io", "imagestreamtags"))
+
+
+def allow_servers(server: Server) -> None:
+    server.allowed.append(("list", "datasciencepipelinesapplications.opendatahub.io", "*"))
 
 
 @pytest.mark.parametrize(
@@ -37,14 +63,30 @@ def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None
     [
         (lambda s: s.claims.discard("workspace-pvc"), [], "does not exist", "oc apply -k deploy/"),
         (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "set -p num_nodes=1"),
-        (lambda s: setattr(s, "groups", ["apps"]), [], "no PyTorchJob", "oc edit datasciencecluster"),
-        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "may not create pytorchjobs",
+        (lambda s: s.operators.clear(), [], "PyTorchJob does not exist here; TrainJob does not exist here",
+         "oc edit datasciencecluster"),
+        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "this account may not create PyTorchJob",
          "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
         (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
-        (lambda s: None, ["-p", "queue=team"], "LocalQueue team may not be read", "oc apply -k deploy/"),
+        (lambda s: forbid(s, "pods/log"), [], "may not get pods/log in lyric-professor",
+         "oc policy add-role-to-user edit"),
+        (lambda s: None, ["-p", "queue=team"], "may not be read by this account: not checked", ""),
+        (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "does not exist",
+         "oc get localqueue; then -p queue=NAME"),
+        (lambda s: quota(s, "3", "0"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 0 of 3 used", "lower -p num_nodes="),
+        (lambda s: quota(s, "8", "6"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 6 of 8 used", "lower -p num_nodes="),
+        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "does not exist",
+         "oc create secret generic data-connection --from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor"),
+        (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
+         "has no key token", "oc delete secret huggingface-token; oc create secret generic huggingface-token"),
+        (allow_images, [], "does not exist",
+         "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
+        (allow_servers, [], "project lyric-professor has none that is ready", "Configure pipeline server"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
-    ids=["volume", "access mode", "operator", "permission", "token", "queue not readable", "no queue named"],
+    ids=["volume", "access mode", "operator", "permission", "token", "logs", "queue not readable", "no such queue",
+         "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
+         "no pipeline server", "no queue named"],
 )  # fmt: skip
 def test_a_finding_names_what_is_wrong_and_the_fix(
     server: Server,
@@ -80,3 +122,63 @@ def test_other_packages_than_needed_are_found(monkeypatch: pytest.MonkeyPatch) -
     (packages,) = [one for one in doctor.local_findings() if one.check == "packages"]
     assert packages.status == doctor.BLOCKS and "needed >=99; nothing-of-this-name is missing" in packages.message
     assert "ruff" not in packages.message
+
+
+def test_what_is_there_is_said_without_its_content(server: Server) -> None:
+    allow_images(server)
+    quota(server, "8", "4")
+    server.objects |= {
+        SECRET: {"data": {"token": "c2VjcmV0"}},
+        ("imagestreamtags", f"lyric-professor/tailtune-trainer:{__version__}"): {"metadata": {}},
+        ("imagestreamtags", f"lyric-professor/tailtune-pipeline:{__version__}"): {"metadata": {}},
+    }
+    result = invoke()
+    assert result.exit_code == 0 and "✗" not in result.output, result.output
+    for words in ("there, with token", "room for 4 pods",
+                  f"tailtune-trainer:{__version__} is in project lyric-professor",
+                  "not there; only needed for data on S3"):  # fmt: skip
+        assert words in result.output
+    assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
+
+
+def test_a_trainjob_will_do(server: Server) -> None:
+    server.install_trainer(only=True)
+    result = invoke()
+    assert "TrainJob (as there is; PyTorchJob does not exist here)" in result.output
+    assert "may create, follow and delete a TrainJob" in result.output
+
+
+@pytest.mark.parametrize(
+    ("version", "blocks", "words"),
+    [("2.16.1", False, "version 2.16.1, needed is 2.14.3 or newer"), ("2.5.0", True, "version 2.5.0"),
+     ("", False, "it does not tell its version")],
+)  # fmt: skip
+def test_the_pipeline_server_must_read_what_is_compiled_here(
+    server: Server, version: str, blocks: bool, words: str
+) -> None:
+    dashboard = dashboard_server.Server()
+    dashboard.version, dashboard.token = version, server.token
+    allow_servers(server)
+    server.objects["datasciencepipelinesapplications", "lyric-professor/dspa"] = {
+        "status": {"components": {"apiServer": {"externalUrl": dashboard.url}}}
+    }
+    result = invoke()
+    assert words in result.output and (result.exit_code == 1) == blocks
+    dashboard.close()
+    assert "does not answer: ConnectionError" in invoke().output
+
+
+def test_the_first_step_of_a_run_ends_with_what_blocks_and_its_fix(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.claims.discard("workspace-pvc")
+    server.access_mode = "ReadWriteOnce"
+    with pytest.raises(UserError) as error:
+        doctor.refuse_blocked(load_recipe("survival"))
+    assert str(error.value) == (
+        "volume training-data-pvc: is ReadWriteOnce, and 4 nodes need ReadWriteMany (2 more above); "
+        "give it a class with ReadWriteMany in deploy/, or set -p num_nodes=1"
+    )
+    server.claims.add("workspace-pvc")
+    server.access_mode = "ReadWriteMany"
+    doctor.refuse_blocked(load_recipe("survival"))

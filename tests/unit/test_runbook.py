@@ -23,7 +23,7 @@ from trl import SFTConfig
 import pipeline
 import pipeline_server
 import tailtune.cli
-from components import images
+from tailtune import images
 from tailtune.gate import verdict_lines
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import job_name

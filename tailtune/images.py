@@ -1,4 +1,4 @@
-"""Every image reference, once. TAILTUNE_IMAGE_REGISTRY names another registry when the pipeline is compiled."""
+"""Every image reference, once. `pipeline.py --image-registry` compiles with another registry."""
 
 import os
 
