@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 OK, WARNING, BLOCKS = "ok", "warning", "blocks"
 RUNNER = "pipeline-runner-dspa"
 """Service account of the pipeline's steps."""
-NEEDED = (
-    ("create", "kubeflow.org", "pytorchjobs"), ("get", "kubeflow.org", "pytorchjobs"),
-    ("delete", "kubeflow.org", "pytorchjobs"), ("patch", "kubeflow.org", "pytorchjobs"), ("list", "", "pods"),
-    ("get", "", "pods/log"),
-)  # fmt: skip
+VERBS = ("create", "get", "list", "patch", "delete")
+"""What a step does with training jobs."""
 GIGABYTE = 10**9
 
 
@@ -114,24 +111,58 @@ def cluster_findings(cluster: "Cluster", recipe: Recipe) -> Iterator[Finding]:
     yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
                                f"{cluster.namespace}")  # fmt: skip
     groups = {group.name for group in cluster.call(client.ApisApi(api).get_api_versions).groups}
-    if "kubeflow.org" in groups:
-        yield Finding("training operator", OK, "PyTorchJob is there")
-    else:
-        yield Finding("training operator", BLOCKS, "the cluster has no PyTorchJob",
-                      "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
-    yield from _permissions(cluster)
+    yield from _jobs(cluster, recipe, groups)
     yield from _volumes(cluster, recipe)
     yield from _queue(cluster, recipe, groups)
 
 
-def _permissions(cluster: "Cluster") -> Iterator[Finding]:
-    """Of the account that is logged in, which in a pipeline's step is the runner's own."""
-    missing = [f"{verb} {what}" for verb, group, what in NEEDED if not cluster.may(verb, group, what)]
-    if missing:
-        yield Finding("permissions", BLOCKS, f"may not {', '.join(missing)} in {cluster.namespace}",
-                      f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}")  # fmt: skip
-    else:
+def _jobs(cluster: "Cluster", recipe: Recipe, groups: set[str]) -> Iterator[Finding]:
+    """The kind of job that the launcher would take, and what the account may do with it.
+
+    The account is the one that is logged in, which in a pipeline's step is the runner's own.
+    """
+    from tailtune.jobs import trainjob
+    from tailtune.jobs.cluster import KINDS
+
+    wanted = [kind for name, kind in KINDS.items() if recipe.resources.job_kind in ("auto", name)]
+    there = [kind for kind in wanted if kind.GROUP in groups]
+    if not there:
+        yield Finding("training job", BLOCKS, f"the cluster has no {' and no '.join(kind.KIND for kind in wanted)}",
+                      "enable the component trainingoperator, or trainer: oc edit datasciencecluster")  # fmt: skip
+        return
+    missing = {kind.KIND: [f"{verb} {kind.PLURAL}" for verb in VERBS if not cluster.may(verb, kind.GROUP, kind.PLURAL)]
+               for kind in there}  # fmt: skip
+    kind = next((one for one in there if not missing[one.KIND]), there[0])
+    yield Finding("training job", OK, f"{kind.KIND} is there")
+    refused = missing[kind.KIND] + [
+        f"{verb} {what}" for verb, what in (("list", "pods"), ("get", "pods/log")) if not cluster.may(verb, "", what)
+    ]
+    if not refused:
         yield Finding("permissions", OK, "may create, follow and delete training jobs")
+    else:
+        fix = f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
+        if kind is trainjob:
+            fix = "take the comment signs off components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
+        yield Finding("permissions", BLOCKS, f"may not {', '.join(refused)} in {cluster.namespace}", fix)
+    if kind is trainjob:
+        yield _runtime(cluster, recipe)
+
+
+def _runtime(cluster: "Cluster", recipe: Recipe) -> Finding:
+    from kubernetes import client
+
+    from tailtune.jobs import trainjob
+
+    name, plural = trainjob.RUNTIMES[bool(recipe.resources.gpu)], "clustertrainingruntimes"
+    try:
+        cluster.call(lambda: cluster.custom.get_cluster_custom_object(trainjob.GROUP, trainjob.VERSION, plural, name))
+    except client.ApiException as error:
+        if error.status == 403:
+            return Finding("runtime", WARNING, f"{name} may not be read: not checked",
+                           "an administrator of the cluster: oc apply -k deploy/cluster-admin/")  # fmt: skip
+        return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {name}",
+                       "enable the component trainer: oc edit datasciencecluster")  # fmt: skip
+    return Finding("runtime", OK, f"{name} is there")
 
 
 def _volumes(cluster: "Cluster", recipe: Recipe) -> Iterator[Finding]:

@@ -291,7 +291,7 @@ class Server(HttpServer):
             resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
             allowed = may(self.allowed, asked["verb"], asked.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
-        if path.startswith(("/apis/", "/openapi/")):
+        if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everybody may discover
             raise Refused(404, "404 page not found")
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:

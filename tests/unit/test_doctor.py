@@ -37,14 +37,24 @@ def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None
     [
         (lambda s: s.claims.discard("workspace-pvc"), [], "does not exist", "oc apply -k deploy/"),
         (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "set -p num_nodes=1"),
-        (lambda s: setattr(s, "groups", ["apps"]), [], "no PyTorchJob", "oc edit datasciencecluster"),
+        (lambda s: setattr(s, "groups", ["apps"]), [], "no PyTorchJob and no TrainJob", "oc edit datasciencecluster"),
+        (lambda s: s.groups.remove("kubeflow.org"), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
+         "trainingoperator"),
+        (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
+         "may not patch trainjobs", "components/trainjob"),
+        (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.remove("torch-distributed")), [],
+         "no ClusterTrainingRuntime torch-distributed", "component trainer"),
+        (lambda s: (s.install_trainer(only=True),
+                    s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
+         "torch-distributed may not be read", "oc apply -k deploy/cluster-admin/"),
         (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "may not create pytorchjobs",
          "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
         (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
         (lambda s: None, ["-p", "queue=team"], "LocalQueue team may not be read", "oc apply -k deploy/"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
-    ids=["volume", "access mode", "operator", "permission", "token", "queue not readable", "no queue named"],
+    ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime", "runtime not readable",
+         "permission", "token", "queue not readable", "no queue named"],
 )  # fmt: skip
 def test_a_finding_names_what_is_wrong_and_the_fix(
     server: Server,
@@ -59,6 +69,14 @@ def test_a_finding_names_what_is_wrong_and_the_fix(
     findings = [one for one in json.loads(result.output) if one["status"] != "ok"]
     assert any(message in one["message"] and fix in one["fix"] for one in findings), findings
     assert result.exit_code == any(one["status"] == "blocks" for one in findings)
+
+
+def test_a_cluster_with_trainjob_alone_will_do(server: Server) -> None:
+    server.install_trainer(only=True)
+    result = invoke()
+    assert (
+        result.exit_code == 0 and "TrainJob is there" in result.output and "torch-distributed is there" in result.output
+    )
 
 
 def test_one_node_is_content_with_a_volume_for_one_node(server: Server) -> None:
