@@ -53,8 +53,8 @@ def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None
         (lambda s: None, ["-p", "queue=team"], "LocalQueue team may not be read", "oc apply -k deploy/"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
-    ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime", "runtime not readable",
-         "permission", "token", "queue not readable", "no queue named"],
+    ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
+         "runtime not readable", "permission", "token", "queue not readable", "no queue named"],
 )  # fmt: skip
 def test_a_finding_names_what_is_wrong_and_the_fix(
     server: Server,
