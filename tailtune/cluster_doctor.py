@@ -13,13 +13,15 @@ from kubernetes.utils.quantity import parse_quantity
 from packaging.version import InvalidVersion, Version
 
 from tailtune.doctor import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
-from tailtune.errors import UserError
+from tailtune.jobs import trainjob
 from tailtune.jobs.api import Cluster
-from tailtune.jobs.cluster import choose_kind
+from tailtune.jobs.cluster import KINDS
 from tailtune.recipe import Recipe
 
 RUNNER = "pipeline-runner-dspa"
 """Service account of the pipeline's steps."""
+VERBS = ("create", "get", "list", "patch", "delete")
+"""What a step does with training jobs."""
 OLDEST_SERVER = Version("2.14.3")
 """Of Kubeflow Pipelines, whose compiled files the older ones do not read; OpenShift AI 3.0 has it."""
 INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
@@ -33,7 +35,7 @@ def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = (
                                f"{cluster.namespace}")  # fmt: skip
     groups = cluster.call(client.ApisApi(api).get_api_versions).groups
     yield from _pipeline_server(cluster)
-    yield from _training_jobs(cluster, recipe)
+    yield from _training_jobs(cluster, recipe, groups)
     yield from _volumes(cluster, recipe)
     yield from _queue(cluster, recipe, groups)
     yield from _quota(cluster, recipe)
@@ -78,30 +80,56 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _training_jobs(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
-    """Of the account that is logged in, which in a pipeline's step is the runner's own."""
-    try:
-        jobs, why = choose_kind(cluster, recipe.resources.job_kind)
-    except UserError as error:
-        problem = str(error).partition("; run tailtune")[0]
-        fix = _let_run(cluster) if "may not create" in problem else (
-            "enable the trainingoperator component: oc edit datasciencecluster")  # fmt: skip
-        yield Finding("training jobs", BLOCKS, problem, fix)
+def _training_jobs(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
+    """The kind of job that the launcher would take, and what the steps' account may do with it."""
+    wanted = [kind for name, kind in KINDS.items() if recipe.resources.job_kind in ("auto", name)]
+    there = [kind for kind in wanted if any(one.name == kind.GROUP for one in groups)]
+    if not there:
+        yield Finding("training job", BLOCKS, f"the cluster has no {' and no '.join(kind.KIND for kind in wanted)}",
+                      "enable the component trainingoperator, or trainer: oc edit datasciencecluster")  # fmt: skip
         return
-    yield Finding("training jobs", OK, why)
-    kind = jobs.kind
-    needed = [(verb, kind.GROUP, kind.PLURAL) for verb in ("create", "get", "list", "patch", "delete")]
-    needed += [("list", "", "pods"), ("get", "", "pods/log")]
-    missing = [f"{verb} {what}" for verb, group, what in needed if not cluster.may(verb, group, what)]
-    if missing:
-        problem = f"may not {', '.join(missing)} in {cluster.namespace}"
-        yield Finding("permissions", BLOCKS, problem, _let_run(cluster))
+    user = _runner(cluster)
+    missing = {kind.KIND: [f"{verb} {kind.PLURAL}" for verb in VERBS
+                           if not cluster.may(verb, kind.GROUP, kind.PLURAL, user)] for kind in there}  # fmt: skip
+    kind = next((one for one in there if not missing[one.KIND]), there[0])
+    yield Finding("training job", OK, f"{kind.KIND} is there")
+    refused = missing[kind.KIND] + [
+        f"{verb} {what}"
+        for verb, what in (("list", "pods"), ("get", "pods/log"))
+        if not cluster.may(verb, "", what, user)
+    ]
+    check = "permissions of the runner" if user else "permissions"
+    if not refused:
+        yield Finding(check, OK, "may create, follow and delete training jobs")
     else:
-        yield Finding("permissions", OK, f"may create, follow and delete a {kind.KIND}")
+        fix = f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
+        if kind is trainjob:
+            fix = "take the comment signs off components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
+        yield Finding(check, BLOCKS, f"may not {', '.join(refused)} in {cluster.namespace}", fix)
+    if kind is trainjob:
+        yield _runtime(cluster, recipe)
 
 
-def _let_run(cluster: Cluster) -> str:
-    return f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
+def _runner(cluster: Cluster) -> str | None:
+    """The steps' account, where the one that is logged in may ask about it; else None: its own permissions count."""
+    user = f"system:serviceaccount:{cluster.namespace}:{RUNNER}"
+    try:
+        cluster.may("list", "", "pods", user)
+    except client.ApiException:
+        return None
+    return user
+
+
+def _runtime(cluster: Cluster, recipe: Recipe) -> Finding:
+    name, plural = trainjob.RUNTIMES[bool(recipe.resources.gpu)], "clustertrainingruntimes"
+    found = _read(cluster, lambda name, _: cluster.custom.get_cluster_custom_object(
+        trainjob.GROUP, trainjob.VERSION, plural, name), name)  # fmt: skip
+    if found == 404:
+        return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {name}",
+                       "enable the component trainer: oc edit datasciencecluster")  # fmt: skip
+    if found == 403:
+        return _unread("runtime", 403, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
+    return Finding("runtime", OK, f"{name} is there")
 
 
 def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
@@ -152,7 +180,7 @@ def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         needs[f"requests.{wanted.gpu}"] = str(wanted.ranks_per_node)
     found = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_resource_quota(namespace), "")
     if isinstance(found, int):
-        yield _unread("quota", found, "")
+        yield _unread("quota", found, f"oc get resourcequota -n {cluster.namespace}")
         return
     short: dict[str, str] = {}
     for quota in found.items:
@@ -204,10 +232,11 @@ def _images(cluster: Cluster, images: Sequence[str]) -> Iterator[Finding]:
             continue
         found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
             "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip
-        if isinstance(found, int):
-            yield _unread(
-                check, found, f"oc start-build {name.partition(':')[0]} --from-repo=. --follow -n {namespace}"
-            )
+        if found == 404:
+            build = f"oc start-build {name.partition(':')[0]} --from-repo=. --follow -n {namespace}"
+            yield Finding(check, BLOCKS, "is not built", build)
+        elif found == 403:
+            yield _unread(check, found, f"oc get istag -n {namespace}")
         else:
             yield Finding(check, OK, f"{name} is in project {namespace}")
 
@@ -225,4 +254,4 @@ def _read(cluster: Cluster, read: Callable[[str, str], Any], name: str, namespac
 def _unread(check: str, status: int, fix: str) -> Finding:
     if status == 404:
         return Finding(check, BLOCKS, "does not exist", fix)
-    return Finding(check, UNKNOWN, "may not be read by this account: not checked")
+    return Finding(check, UNKNOWN, "may not be read by this account: not checked", fix)

@@ -16,6 +16,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two co
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cluster", action="store_true", help="Run tests/cluster on the cluster that KUBECONFIG names.")
+    parser.addoption(
+        "--cluster-parameter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="With --cluster: a run parameter for this cluster, as pipeline.py's -p. Repeatable.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--cluster"):
+        for item in items:
+            if item.get_closest_marker("cluster"):
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a cluster: oc login, then pytest --cluster tests/cluster")
+                )
+
+
 TINY: dict[str, Any] = {
     "model.base_model": "small",
     "model.small": {

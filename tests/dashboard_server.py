@@ -7,7 +7,7 @@ taken once, a version needs its pipeline, a cron needs six fields, and every req
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -29,6 +29,9 @@ class Server(HttpServer):
         self.experiments: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.recurring: dict[str, dict[str, Any]] = {}
+        self.terminated: list[str] = []
+        self.on_run: Callable[[dict[str, Any]], None] = lambda run: None
+        """Called with every run that is started by hand."""
         self.states: list[str] = ["SUCCEEDED"]
         """What a run's state is at each look; the last one stays."""
         super().__init__()
@@ -78,7 +81,14 @@ class Server(HttpServer):
             case "POST", ["runs"]:
                 body = self._body(content, "V2beta1Run")
                 self._version_exists(body["pipeline_version_reference"], latest=False)
-                return self._add(self.runs, "run_id", body)
+                run = self._add(self.runs, "run_id", body)
+                self.on_run(run)
+                return run
+            case "GET", ["runs"]:
+                return {"runs": [*self.runs.values(), *self._scheduled_runs()]}
+            case "POST", ["runs", run] if run.endswith(":terminate"):
+                self.terminated.append(run.removesuffix(":terminate"))
+                return {}
             case "GET", ["runs", run]:
                 if run not in self.runs:
                     raise Refused(404, f"run {run} not found")
@@ -106,6 +116,14 @@ class Server(HttpServer):
         body = json.loads(content)
         check_fields(body, kind, [kfp_server_api])
         return dict(body)
+
+    def _scheduled_runs(self) -> list[dict[str, Any]]:
+        """One of each schedule that is due every so many seconds."""
+        return [
+            {"run_id": f"run-of-{one}", "display_name": f"{schedule['display_name']} 1", "recurring_run_id": one}
+            for one, schedule in self.recurring.items()
+            if schedule["trigger"].get("periodic_schedule")
+        ]
 
     def _version_exists(self, reference: dict[str, Any], *, latest: bool) -> None:
         if reference["pipeline_id"] not in self.pipelines:

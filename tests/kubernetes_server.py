@@ -35,8 +35,10 @@ from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, 
 
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Of custom resources: no strategic merge."""
+REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
+           "localsubjectaccessreviews": "V1LocalSubjectAccessReview"}  # fmt: skip
 OBJECT = re.compile(
-    r"/(?:api/v1|apis/([a-z0-9.]+)/v[0-9a-z]+)/namespaces/([a-z0-9-]+)/"
+    r"/(?:api/v1|apis/([a-z0-9.-]+)/v[0-9a-z]+)/namespaces/([a-z0-9-]+)/"
     r"(secrets|resourcequotas|imagestreamtags|localqueues|datasciencepipelinesapplications)(?:/([^/]+))?"
 )
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -194,6 +196,8 @@ class Server(HttpServer):
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, list[Pod]] = {}
         self.requests: list[str] = []
+        self.reviewed: str | None = None
+        """Whose access was reviewed last, where it was somebody else's."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         """(resource, project/name) → what else there is to read."""
         self.step_pods: dict[str, str] = {}
@@ -291,15 +295,19 @@ class Server(HttpServer):
             return {"kind": "PersistentVolumeClaim", "apiVersion": "v1", "metadata": {"name": match[1]},
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
-        if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and method == "POST":
-            check_fields(body, "V1SelfSubjectAccessReview", [kubernetes_models])
+        reviews = re.fullmatch(rf"/apis/authorization.k8s.io/v1/(?:namespaces/{NAMESPACE}/)?(\w+accessreviews)", path)
+        if reviews and method == "POST":
+            if not may(self.allowed, "create", "authorization.k8s.io", reviews[1]):
+                raise Refused(403, f"{reviews[1]} is forbidden")
+            check_fields(body, REVIEWS[reviews[1]], [kubernetes_models])
+            self.reviewed = body["spec"].get("user")
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
             allowed = may(self.allowed, asked["verb"], asked.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
         if method == "GET" and (match := OBJECT.fullmatch(unquote(path))):
             return self._read_object(*match.groups())
-        if path.startswith(("/apis/", "/openapi/")):
+        if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everybody may discover
             raise Refused(404, "404 page not found")
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:

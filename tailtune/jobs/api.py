@@ -109,16 +109,24 @@ class Cluster:
             path, "GET", response_type="object", auth_settings=["BearerToken"], _request_timeout=CALL_TIMEOUT,
         ))[0]  # fmt: skip
 
-    def may(self, verb: str, group: str, resource: str) -> bool:
-        """Whether this account may do it in the namespace."""
+    def may(self, verb: str, group: str, resource: str, user: str | None = None) -> bool:
+        """Whether this account, or another user, may do it in the namespace. Few may ask about others: ApiException."""
         name, _, sub = resource.partition("/")
         attributes = client.V1ResourceAttributes(
             namespace=self.namespace, verb=verb, group=group, resource=name, subresource=sub or None
         )
-        review = client.V1SelfSubjectAccessReview(
-            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
-        )
-        answer = self.call(lambda: self.authorization.create_self_subject_access_review(review))
+        if user is None:
+            mine = client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
+            review = client.V1SelfSubjectAccessReview(spec=mine)
+            answer = self.call(lambda: self.authorization.create_self_subject_access_review(review))
+        else:
+            theirs = client.V1SubjectAccessReviewSpec(resource_attributes=attributes, user=user)
+            review = client.V1LocalSubjectAccessReview(
+                api_version="authorization.k8s.io/v1", kind="LocalSubjectAccessReview",
+                metadata=client.V1ObjectMeta(namespace=self.namespace), spec=theirs)  # fmt: skip
+            answer = self.call(
+                lambda: self.authorization.create_namespaced_local_subject_access_review(self.namespace, review)
+            )
         return bool(answer.status.allowed)
 
     def pod_is_alive(self, name: str) -> bool:

@@ -171,12 +171,12 @@ def _find(cluster: Cluster, kind: Any) -> Jobs | None:
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT: ends whatever the main thread waits for, a call and its retries too."""
+    """SIGTERM or SIGINT, its argument: ends whatever the main thread waits for, a call and its retries too."""
 
 
 def _stop(received: list[int]) -> None:
     if len(received) == 1:
-        raise _Stopped
+        raise _Stopped(received[0])
 
 
 def run_job(job: Job, cluster: Cluster) -> None:
@@ -185,20 +185,19 @@ def run_job(job: Job, cluster: Cluster) -> None:
     SIGTERM and SIGINT delete the job, so that its GPUs are free.
     """
     jobs, follower = None, None
-    received: list[int] = []
     try:
-        with on_stop(_stop) as received:
+        with on_stop(_stop):
             jobs, why = choose_kind(cluster, job.pod.kind if job.pod else "auto")
             log.info("train: the job is a %s", why)
             _create_or_adopt(job, jobs)
             follower = Follower(job, jobs)
             follower.wait()
-    except _Stopped:
+    except _Stopped as stopped:
         with on_stop(lambda again: None):
             deleted, outcome = _delete_at_once(job, cluster, jobs)
             if deleted and follower:
                 follower.close(STOP_SECONDS / 2)
-        raise JobFailed(f"job '{job.name}' was stopped by signal {received[0]} {outcome}") from None
+        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}") from None
 
 
 def _delete_at_once(job: Job, cluster: Cluster, jobs: Jobs | None) -> tuple[bool, str]:

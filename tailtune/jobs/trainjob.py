@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from tailtune.errors import UserError
 from tailtune.jobs.job import Job
 from tailtune.jobs.pods import pod_template
 
@@ -24,7 +25,7 @@ def build(
 ) -> dict[str, Any]:
     """The manifest. `spec_fields` are what the cluster's CRD knows: pods were set by `podTemplateOverrides` before.
 
-    Raises ValueError when it knows neither.
+    Raises UserError when it knows neither.
     """
     assert job.pod is not None
     template = pod_template(job, CONTAINER)
@@ -60,7 +61,8 @@ def build(
         del patch["terminationGracePeriodSeconds"]
         spec["podTemplateOverrides"] = [{"targetJobs": [{"name": CONTAINER}], "metadata": metadata, "spec": patch}]
     else:
-        raise ValueError("this cluster's TrainJob knows neither runtimePatches nor podTemplateOverrides")
+        raise UserError("this cluster's TrainJob knows neither runtimePatches nor podTemplateOverrides; "
+                        "set -p resources.job_kind=pytorchjob")  # fmt: skip
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,

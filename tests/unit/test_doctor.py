@@ -29,8 +29,8 @@ def invoke(*arguments: str) -> Result:
 def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
-    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob (as there is)",
-                  "may create, follow and delete a PyTorchJob", "volume workspace-pvc",
+    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is there",
+                  "may create, follow and delete training jobs", "volume workspace-pvc",
                   "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
         assert words in result.output
     assert "✗" not in result.output and server.token not in result.output
@@ -63,9 +63,17 @@ def allow_servers(server: Server) -> None:
     [
         (lambda s: s.claims.discard("workspace-pvc"), [], "does not exist", "oc apply -k deploy/"),
         (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "set -p num_nodes=1"),
-        (lambda s: s.operators.clear(), [], "PyTorchJob does not exist here; TrainJob does not exist here",
-         "oc edit datasciencecluster"),
-        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "this account may not create PyTorchJob",
+        (lambda s: setattr(s, "groups", ["apps"]), [], "no PyTorchJob and no TrainJob", "oc edit datasciencecluster"),
+        (lambda s: s.groups.remove("kubeflow.org"), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
+         "trainingoperator"),
+        (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
+         "may not patch trainjobs", "components/trainjob"),
+        (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.remove("torch-distributed")), [],
+         "no ClusterTrainingRuntime torch-distributed", "component trainer"),
+        (lambda s: (s.install_trainer(only=True),
+                    s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
+         "may not be read by this account: not checked", "oc apply -k deploy/cluster-admin/"),
+        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "may not create pytorchjobs",
          "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
         (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
         (lambda s: forbid(s, "pods/log"), [], "may not get pods/log in lyric-professor",
@@ -79,12 +87,13 @@ def allow_servers(server: Server) -> None:
          "oc create secret generic data-connection --from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor"),
         (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
          "has no key token", "oc delete secret huggingface-token; oc create secret generic huggingface-token"),
-        (allow_images, [], "does not exist",
+        (allow_images, [], "is not built",
          "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
         (allow_servers, [], "project lyric-professor has none that is ready", "Configure pipeline server"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
-    ids=["volume", "access mode", "operator", "permission", "token", "logs", "queue not readable", "no such queue",
+    ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
+         "runtime not readable", "permission", "token", "logs", "queue not readable", "no such queue",
          "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
          "no pipeline server", "no queue named"],
 )  # fmt: skip
@@ -141,11 +150,18 @@ def test_what_is_there_is_said_without_its_content(server: Server) -> None:
     assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
 
 
-def test_a_trainjob_will_do(server: Server) -> None:
+def test_a_cluster_with_trainjob_alone_will_do(server: Server) -> None:
     server.install_trainer(only=True)
     result = invoke()
-    assert "TrainJob (as there is; PyTorchJob does not exist here)" in result.output
-    assert "may create, follow and delete a TrainJob" in result.output
+    assert result.exit_code == 0, result.output
+    assert "TrainJob is there" in result.output and "torch-distributed is there" in result.output
+
+
+def test_the_runners_permissions_are_asked_where_the_account_may_ask(server: Server) -> None:
+    assert "permissions                may" in invoke().output and server.reviewed is None
+    server.allowed.append(("create", "authorization.k8s.io", "localsubjectaccessreviews"))
+    assert "permissions of the runner  may" in invoke().output
+    assert server.reviewed == "system:serviceaccount:lyric-professor:pipeline-runner-dspa"
 
 
 @pytest.mark.parametrize(

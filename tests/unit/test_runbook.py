@@ -350,8 +350,14 @@ def normal(line: str) -> str:
 
 
 def test_the_doctor_prints_what_the_runbook_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(tmp_path / "server") as server:
+    with cluster(tmp_path / "server") as server, dashboard() as pipelines:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        server.allowed.append(("*", "*", "*"))  # the project's administrator
+        pipelines.token = server.token
+        ready = {"status": {"components": {"apiServer": {"externalUrl": pipelines.url}}}}
+        server.objects["datasciencepipelinesapplications", f"{NAMESPACE}/dspa"] = ready
+        for image in ("pipeline", "trainer"):
+            server.objects["imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{tailtune.__version__}"] = {}
         result = CliRunner().invoke(tailtune.cli.main, ["doctor"])
     printed = {normal(line) for line in result.stdout.splitlines()}
     shown = [normal(line) for line in output_with("✓ login")]

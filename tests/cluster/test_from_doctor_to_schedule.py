@@ -1,0 +1,137 @@
+"""A real cluster, with the commands that people type: from `doctor` to a scheduled run, each step after the other.
+
+    pytest --cluster tests/cluster
+
+needs a login (KUBECONFIG) to a project with a pipeline server, and the images of deploy/. It takes what the cluster
+takes; the runs are tiny and on the CPU. Nothing stays but runs, models and data, all named clustertest-….
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeline_server
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "base_model=small", "data_source=embedded", "epochs=1", "num_nodes=2", "ranks_per_node=1",
+    "model.small.pretrain_steps=20", "evaluation.num_generated_answers=4", "generation.max_new_tokens=8",
+    'resources.gpu=""', 'resources.cpu="2"', 'resources.cpu_request="1"', "resources.memory=4Gi",
+    "resources.memory_request=2Gi", "gate.0.threshold=9", "gate.1.threshold=9", "gate.2.threshold=0",
+)  # fmt: skip
+"""A run that a busy project can bear, and that passes its gate."""
+RUN_SECONDS = 3600
+"""How long a tiny run may take, from a place in the queue to its report."""
+POLL_SECONDS = float(os.environ.get("TAILTUNE_TEST_POLL_SECONDS", "10"))
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """What a person types, in the project's root; shown where a test fails."""
+    done = subprocess.run(arguments, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+                          capture_output=True)  # fmt: skip
+    print(f"$ {' '.join(arguments)}\n{done.stdout}{done.stderr}status {done.returncode}")
+    return done
+
+
+def pipeline(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return command(sys.executable, "pipeline.py", *arguments)
+
+
+def tailtune(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return command(sys.executable, "-c", "from tailtune.cli import main; main()", *arguments)
+
+
+def wait_for(look: Callable[[], Any], seconds: float) -> Any:
+    give_up = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < give_up, f"not within {seconds:.0f} s"
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def name() -> str:
+    return f"clustertest-{int(time.time())}"
+
+
+@pytest.fixture(scope="module")
+def parameters(request: pytest.FixtureRequest) -> list[str]:
+    given = [*TINY, *request.config.getoption("--cluster-parameter")]
+    return [part for one in given for part in ("-p", one)]
+
+
+@pytest.fixture(scope="module")
+def server() -> pipeline_server.PipelineServer:
+    """kfp's client, for what has no command: terminating runs."""
+    return pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+
+
+def runs_named(server: pipeline_server.PipelineServer, prefix: str) -> list[Any]:
+    found = server.call(server.client.list_runs, page_size=50, sort_by="created_at desc",
+                        namespace=server.connection.namespace).runs or []  # fmt: skip
+    return [run for run in found if run.display_name.startswith(prefix)]
+
+
+def terminate(server: pipeline_server.PipelineServer, run: Any) -> None:
+    server.call(server.client.terminate_run, run.run_id)
+
+
+def test_the_doctor_finds_nothing_that_stops_a_run(parameters: list[str]) -> None:
+    assert tailtune("doctor", *parameters).returncode == 0
+
+
+def test_the_cluster_would_take_what_is_in_deploy() -> None:
+    client = shutil.which("oc") or shutil.which("kubectl")
+    if client is None:
+        pytest.skip("neither oc nor kubectl is here")
+    assert command(client, "apply", "-k", "deploy/", "--dry-run=server").returncode == 0
+
+
+def test_a_run_succeeds(name: str, parameters: list[str]) -> None:
+    done = pipeline("--submit", "--watch", "--timeout", str(RUN_SECONDS), "--run-name", name, *parameters)
+    assert done.returncode == 0 and "/#/runs/details/" in done.stdout
+
+
+def test_the_job_of_another_run_is_cancelled(
+    name: str, parameters: list[str], server: pipeline_server.PipelineServer
+) -> None:
+    other = f"{name}-cancelled"
+    assert pipeline("--submit", "--run-name", other, *parameters, "-p", "epochs=500").returncode == 0
+    try:
+        job = wait_for(lambda: tailtune("cancel", other, "--dry-run").stdout.strip(), RUN_SECONDS)
+        assert tailtune("cancel", other).stdout.strip() == job
+        wait_for(lambda: not tailtune("cancel", other, "--dry-run").stdout.strip(), 600)
+    finally:
+        for run in runs_named(server, other):  # else its step is tried again, and makes another job
+            terminate(server, run)
+
+
+def test_no_job_is_left_that_nobody_waits_for(name: str) -> None:
+    done = tailtune("gc", "--dry-run")
+    assert done.returncode == 0 and name not in done.stdout
+
+
+def test_a_schedule_that_is_made_twice_is_one_and_starts_runs(
+    name: str, parameters: list[str], server: pipeline_server.PipelineServer
+) -> None:
+    schedule = f"{name}-schedule"
+    for when in ("0 2 * * *", "every 1 minute"):
+        assert pipeline("--schedule", when, "--schedule-name", schedule, *parameters).returncode == 0
+    try:
+        listed = [line for line in pipeline("--list-schedules").stdout.splitlines() if line.startswith(schedule)]
+        assert len(listed) == 1 and "every 60 s" in listed[0]
+        runs = wait_for(lambda: runs_named(server, schedule), 300)
+    finally:
+        assert pipeline("--unschedule", schedule).returncode == 0
+    for run in runs_named(server, schedule) or runs:
+        terminate(server, run)
+    assert schedule not in pipeline("--list-schedules").stdout

@@ -1,0 +1,50 @@
+"""tests/cluster itself, on the tests' servers: what has no cluster to run on would rot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboard_server import dashboard
+from http_server import NAMESPACE
+from kubernetes_server import cluster
+from launchers import MODULES, make_job
+
+from tailtune.jobs import cluster as launcher
+from tailtune.jobs import pytorchjob
+from tailtune.jobs.job import job_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_pytest(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-v", *arguments, "tests/cluster"]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, text=True, capture_output=True)
+
+
+def test_without_a_cluster_they_are_skipped_and_say_why() -> None:
+    done = run_pytest()
+    assert done.returncode == 0 and "6 skipped" in done.stdout and "oc login, then pytest --cluster" in done.stdout
+
+
+def test_they_pass_where_everything_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pod_long.py").write_text(MODULES["long"])
+    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path)) as kubernetes, dashboard() as pipelines:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+
+        def start(run: dict[str, Any]) -> None:
+            """The train step's part of a run that goes on."""
+            if run["display_name"].endswith("-cancelled"):
+                labels = {"tailtune.io/run": run["display_name"], "app.kubernetes.io/managed-by": "tailtune"}
+                job = make_job("long", name=job_name(run["display_name"], "sft"), labels=labels)
+                launcher.Jobs(launcher.Cluster(), pytorchjob).create(job)
+
+        pipelines.on_run = start
+        done = run_pytest("--cluster", TAILTUNE_ENDPOINT=pipelines.url, TAILTUNE_NAMESPACE=NAMESPACE,
+                          TAILTUNE_TOKEN=pipelines.token, TAILTUNE_TEST_POLL_SECONDS="0.2",
+                          PATH=str(Path(sys.executable).parent))  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "5 passed" in done.stdout and "neither oc nor kubectl is here" in done.stdout
+    assert len(pipelines.terminated) == 2 and not kubernetes.jobs and not pipelines.recurring
