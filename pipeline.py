@@ -219,9 +219,11 @@ def check_compiled() -> bool:
 def run_local(recipe: Recipe, run_name: str) -> bool:
     """Run the pipeline on this machine in runs/NAME/; whether it succeeded."""
     from kfp import local
+    from kfp.local import subprocess_task_handler
 
     from tailtune.console import quiet
 
+    subprocess_task_handler.replace_python_executable = _with_this_python
     directory = Path("runs").resolve() / run_name
     log_path = directory / "workspace" / "pipeline.log"
     with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop() as stopped:
@@ -247,6 +249,11 @@ def run_local(recipe: Recipe, run_name: str) -> bool:
     if (error is None or (judged and not stopped)) and (directory / "report.html").is_file():
         click.echo(f"report: {_relative(directory / 'report.html')}", err=True)
     return error is None
+
+
+def _with_this_python(command: list[str], executable: str) -> list[str]:
+    """KFP's command of a step with another Python. KFP's own function changes `python3` in paths and data as well."""
+    return [part.replace("python3", executable) if "kfp.dsl.executor_main" in part else part for part in command]
 
 
 def compiled_version(recipe: Recipe) -> tuple[Path, str]:

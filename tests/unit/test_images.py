@@ -15,6 +15,7 @@ from packaging.version import Version
 import tailtune
 from tailtune import fetch
 from tailtune.jobs.pods import CACHES
+from tailtune.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ("pipeline", "trainer")
@@ -129,6 +130,14 @@ def test_the_image_runs_as_anybody_and_writes_into_scratch_space(image: str) -> 
 def test_the_version_is_the_projects_own(image: str) -> None:
     assert arguments(image)["VERSION"] == tailtune.__version__
     assert environment(image)["TAILTUNE_IMAGE"] == f"tailtune-{image}:${{VERSION}}"
+
+
+@pytest.mark.parametrize("name", ["TAILTUNE_GIT_COMMIT", "OPENSHIFT_BUILD_COMMIT"])
+def test_a_run_in_an_image_names_the_commit_of_the_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TAILTUNE_GIT_COMMIT" in environment("pipeline") and "TAILTUNE_GIT_COMMIT" in environment("trainer")
+    monkeypatch.setenv("TAILTUNE_GIT_COMMIT", "")  # as in an image that was built without the argument
+    monkeypatch.setenv(name, "0123456789ab")
+    assert git_commit() == "0123456789ab"
 
 
 @each_image
