@@ -6,40 +6,35 @@ on this machine through kfp.local; `--submit` and `--schedule` hand the compiled
 """
 
 import difflib
-import fcntl
 import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pipeline_local import local_parameters, local_recipe, relative, run_local
 from pipeline_server import PipelineServer, find_connection, trigger
 from tailtune import __version__
 from tailtune.errors import UserError
-from tailtune.jobs.local import count_gpus, share_cores
+from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.recipe import (
-    ENVIRONMENT,
     PARAMETERS,
     Recipe,
     list_recipes,
     load_recipe,
     parse_parameters,
-    with_environment,
-    with_local_overlay,
     with_overrides,
 )
-from tailtune.run import RUN_NAME, Run
-from tailtune.signals import on_stop
+from tailtune.run import RUN_NAME
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
@@ -216,54 +211,22 @@ def check_compiled() -> bool:
     return not drifted
 
 
-def run_local(recipe: Recipe, run_name: str) -> bool:
-    """Run the pipeline on this machine in runs/NAME/; whether it succeeded."""
-    from kfp import local
-    from kfp.local import subprocess_task_handler
-
-    from tailtune.console import quiet
-
-    subprocess_task_handler.replace_python_executable = _with_this_python
-    directory = Path("runs").resolve() / run_name
-    log_path = directory / "workspace" / "pipeline.log"
-    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop() as stopped:
-        click.echo(f"{recipe.name} in {_relative(directory)}; all output in {_relative(log_path)}", err=True)
-        error: BaseException | None = None
-        with quiet(log_path) as shown:
-            local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
-            try:
-                make_pipeline(recipe, cluster=False)(
-                    **parameter_values(recipe),
-                    **{name: str(directory / name.removesuffix("_dir")) for name in DIRECTORIES},
-                    run_name=run_name,
-                    local=True,
-                    recipe=recipe.to_json(),
-                )
-            except (RuntimeError, KeyboardInterrupt) as failure:  # KFP's own text names only the task
-                error = failure
-        if error:
-            again = f"run again with --run-name {run_name} to go on"
-            reason = shown[0] if shown else f"a step ended without a word; see {_relative(log_path)}"
-            click.echo(f"stopped by a signal; {again}" if stopped else f"failed: {reason}", err=True)
-    judged = any(line.startswith("gate: ") for line in shown)  # the report of a rejected model is this run's too
-    if (error is None or (judged and not stopped)) and (directory / "report.html").is_file():
-        click.echo(f"report: {_relative(directory / 'report.html')}", err=True)
-    return error is None
-
-
-def _with_this_python(command: list[str], executable: str) -> list[str]:
-    """KFP's command of a step with another Python. KFP's own function changes `python3` in paths and data as well."""
-    return [part.replace("python3", executable) if "kfp.dsl.executor_main" in part else part for part in command]
-
-
 def compiled_version(recipe: Recipe) -> tuple[Path, str]:
-    """The recipe's compiled file and the name of its version: the same bytes, the same name. Raises UserError."""
+    """The recipe's compiled file and the name of its version: the same bytes, the same name. Raises UserError.
+
+    A built-in recipe's file is the committed one, a user's own recipe is compiled now.
+    """
     path = COMPILED / f"{recipe.name}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / path.name
-        compile_recipe(load_recipe(recipe.name), fresh)
-        if not path.is_file() or fresh.read_bytes() != path.read_bytes():
-            raise UserError(f"{_relative(path)} is not what the recipe compiles to; run python pipeline.py first")
+        if recipe.name in list_recipes():
+            compile_recipe(load_recipe(recipe.name), fresh)
+            if not path.is_file() or fresh.read_bytes() != path.read_bytes():
+                raise UserError(f"{relative(path)} is not what the recipe compiles to; run python pipeline.py first")
+        else:
+            path = Path("runs").resolve() / ".compiled" / path.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            compile_recipe(recipe, path)
     return path, f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
 
@@ -282,6 +245,10 @@ def submit(recipe: Recipe, run_name: str, experiment: str, server: PipelineServe
                        parameters=cluster_parameters(recipe, run_name))  # fmt: skip
     click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
     click.echo(server.address(run))
+    if not os.environ.get("TAILTUNE_DASHBOARD"):
+        click.echo(
+            f"in the dashboard: Develop & train, Pipelines, Runs, project {server.connection.namespace}", err=True
+        )
     if not watch:
         return True
     state = server.watch(run, timeout_seconds)
@@ -289,90 +256,44 @@ def submit(recipe: Recipe, run_name: str, experiment: str, server: PipelineServe
     return state == "SUCCEEDED"
 
 
-def schedule(recipe: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *, latest: bool,
-             max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
-    """Make the one schedule of this name be so."""
+def schedule(recipe: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
+             latest: dict[str, Any] | None, max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
+    """Make the one schedule of this name be so. `latest`: of the latest version, with these run parameters alone.
+
+    All others then are that version's own; else they are this recipe's, all of it.
+    """
+    parameters = cluster_parameters(recipe, "") if latest is None else latest
+    if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
+        raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place; "
+                        "give run parameters (see --list), or leave --latest out")  # fmt: skip
     path, version_name = compiled_version(recipe)
     pipeline, version = server.upload(path, recipe.name, version_name)
-    server.schedule(name, when, pipeline=pipeline, version=None if latest else version, experiment=experiment,
-                    parameters=cluster_parameters(recipe, ""), max_concurrency=max_concurrency,
-                    catch_up=catch_up)  # fmt: skip
-    what = "its latest version" if latest else version_name
+    server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
+                    parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
+    what = version_name if latest is None else "its latest version"
     click.echo(f"schedule '{name}': {recipe.name}, {what}, '{when}' in the pipeline server's time zone, UTC", err=True)
 
 
-@contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Refuse a second run in the same directory at the same time."""
+def cancel_run(name: str, server: PipelineServer) -> None:
+    """End the runs of this name or id. Their train step deletes its job; what is left of it goes here.
+
+    A job that is deleted alone comes back: KFP tries the step again.
+    """
+    from tailtune.jobs import cluster
+    from tailtune.jobs.api import Cluster
+
+    ended = server.terminate(name)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write into {directory}: {error.strerror}; start in another folder") from None
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"run '{directory.name}' is in progress; wait for it, or choose another --run-name"
-            ) from None
-        yield
-
-
-@contextmanager
-def _forward_stop() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT reach the steps' processes, which save what they have; yields those received."""
-    import psutil
-
-    def forward(received: list[int]) -> None:
-        steps = psutil.Process().children(recursive=True)
-        for child in steps:
-            with suppress(psutil.NoSuchProcess):
-                if child.name() != "sh":  # KFP's shell around a step: its death would orphan the step
-                    child.send_signal(signal.SIGTERM)
-        if not steps:
-            raise KeyboardInterrupt  # between two steps nobody else would stop
-
-    with on_stop(forward) as received:
-        yield received
-
-
-def _local_recipe(recipe_name: str | None, run_name: str | None, given: dict[str, Any]) -> Recipe:
-    """The recipe of a local run: of the run that is continued, or the one that is named."""
-    stored = Path("runs") / (run_name or ".") / "workspace" / "run.json"
-    if recipe_name is None and run_name and stored.is_file():
-        recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
-        click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
-    else:
-        recipe = with_local_overlay(load_recipe(recipe_name or "survival"))
-    recipe = with_overrides(recipe, given)
-    for variable in sorted(name for name in ENVIRONMENT if os.environ.get(name)):
-        click.echo(f"{variable}={os.environ[variable]} in the environment overrides {ENVIRONMENT[variable]}", err=True)
-    recipe = with_environment(recipe, os.environ)
-    num_gpus, num_ranks = count_gpus(), recipe.resources.ranks_per_node
-    if 0 < num_gpus < num_ranks:
-        click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
-        recipe = with_overrides(recipe, {"ranks_per_node": num_gpus})
-    source = recipe.data.source
-    if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
-        raise UserError(f"data source {source} is no file; give -p data_source= a file's path, an address, or embedded")
-    return recipe
-
-
-def _relative(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and value not in ("", "small", "embedded") and Path(value).expanduser().exists()
-
-
-def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """`-p` values with existing paths made absolute: relative ones are the user's, not the run's."""
-    path_keys = ("data_source", "data.source", "base_model", "model.base_model")
-    return {key: str(Path(value).expanduser().resolve())
-            if key in path_keys and _is_path(value) else value
-            for key, value in parameters.items()}  # fmt: skip
+        there = Cluster(server.connection.namespace, api_seconds=20)
+    except UserError as error:
+        click.echo(f"jobs are left to the run's own steps: {error}", err=True)
+        there = None
+    jobs = [job for run in (name, *ended) for job in cluster.cancel(run, there)] if there else []
+    for job in jobs:
+        click.echo(job)
+    click.echo(f"{len(ended)} runs ended, {len(jobs)} jobs deleted", err=True)
+    if not ended and not jobs:
+        raise UserError(f"no run '{name}' goes on in {server.connection.namespace}; the dashboard has names and ids")
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -392,6 +313,7 @@ def _local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 @click.option("--max-concurrency", type=click.IntRange(1, 10), default=1, show_default=True,
               help="With --schedule: runs at the same time.")  # fmt: skip
 @click.option("--catch-up", is_flag=True, help="With --schedule: make up for runs that were missed.")
+@click.option("--cancel", metavar="RUN", help="End the runs of this name or id, and delete their training jobs.")
 @click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
 @click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
 @click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, instead of the cluster's own "
@@ -415,6 +337,7 @@ def main(
     latest: bool,
     max_concurrency: int,
     catch_up: bool,
+    cancel: str | None,
     list_schedules: bool,
     unschedule: str | None,
     image_registry: str | None,
@@ -428,7 +351,7 @@ def main(
     share_cores()
     modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
              "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
-             "--unschedule": unschedule is not None}  # fmt: skip
+             "--unschedule": unschedule is not None, "--cancel": cancel is not None}  # fmt: skip
     if sum(modes.values()) > 1:
         raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
     runs = local_run or dry_run or submit_run or when is not None
@@ -453,17 +376,20 @@ def main(
             click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
         elif check:
             sys.exit(0 if check_compiled() else 1)
-        elif list_schedules or unschedule:
+        elif cancel is not None:
+            cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
+        elif list_schedules or unschedule is not None:
             server = PipelineServer(find_connection(endpoint, namespace))
-            if unschedule:
+            if unschedule is not None:
                 if not server.unschedule(unschedule):
                     raise UserError(f"there is no schedule '{unschedule}'; see --list-schedules")
+                click.echo(f"schedule '{unschedule}' deleted", err=True)
             else:
                 click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
         elif runs:
-            given = _local_parameters(parse_parameters(parameters))
+            given = local_parameters(parse_parameters(parameters))
             if local_run:
-                recipe = _local_recipe(recipe_name, run_name, given)
+                recipe = local_recipe(recipe_name, run_name, given)
             else:
                 recipe = with_overrides(load_recipe(recipe_name or "survival"), given)
             if dry_run:
@@ -474,15 +400,16 @@ def main(
                 raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
                                 "and no '-' or '.' in front")  # fmt: skip
             if local_run:
-                succeeded = run_local(recipe, name)
+                succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
                 click.echo(Path("runs") / name)
                 sys.exit(0 if succeeded else 1)
             if when is not None:
                 trigger(when)  # before anything is uploaded
             server = PipelineServer(find_connection(endpoint, namespace))
             if when is not None:
-                schedule(recipe, when, schedule_name or recipe.name, experiment, server, latest=latest,
-                         max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
+                schedule(recipe, when, schedule_name or recipe.name, experiment, server,
+                         latest=given if latest else None, max_concurrency=max_concurrency,
+                         catch_up=catch_up)  # fmt: skip
             else:
                 succeeded = submit(recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds)
                 sys.exit(0 if succeeded else 1)

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
         return Connection(endpoint, namespace, token, ca_file)
     from tailtune.jobs.cluster import Cluster
 
-    cluster = Cluster(namespace)
+    cluster = Cluster(namespace, api_seconds=PATIENCE_SECONDS)
     token = token or _bearer(cluster.configuration)
     return Connection(endpoint or _route(cluster), cluster.namespace, token, ca_file)
 
@@ -162,8 +163,22 @@ class PipelineServer:
         return str(run.run_id)
 
     def address(self, run: str) -> str:
-        """Where a browser shows the run."""
+        """Where a browser shows the run: OpenShift AI's dashboard, when TAILTUNE_DASHBOARD names it.
+
+        Source of its path: opendatahub-io/odh-dashboard, frontend/src/routes/pipelines/runs.ts, 2026.
+        """
+        if dashboard := os.environ.get("TAILTUNE_DASHBOARD"):
+            return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
+
+    def terminate(self, name: str) -> list[str]:
+        """End the runs of this name or id that go on; their ids."""
+        runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
+                                              namespace=self.connection.namespace), "runs")  # fmt: skip
+        found = [one.run_id for one in runs if name in (one.display_name, one.run_id) and one.state not in ENDED]
+        for run in found:
+            self.call(self.client.terminate_run, run)
+        return found
 
     def watch(self, run: str, timeout_seconds: float | None) -> str:
         """The run's last state; says each change. Raises UserError when it takes longer than the timeout."""
@@ -278,6 +293,7 @@ def _pages(fetch: Callable[[str], Any], field: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """kfp's client prints its own addresses to stdout, which is the user's."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """kfp's client prints its own addresses to stdout, which is the user's, and warns of its own future."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -104,6 +104,7 @@ def write_manifest(
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name != MANIFEST:
+            path.chmod(path.stat().st_mode | 0o444)  # safetensors writes 0600, and other pods have other users
             files[name] = {"bytes": path.stat().st_size, "sha256": known_sha256.get(name) or sha256_file(path)}
     write_json(directory / MANIFEST, {"key": key, "files": files, "facts": facts})
 

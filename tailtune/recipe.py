@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tailtune.errors import UserError
 
@@ -51,7 +51,11 @@ ENVIRONMENT: dict[str, str] = {
 """Environment variable of the training container → run parameter."""
 
 
-Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$")]
+Quantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$"),
+]
 """Kubernetes' notation of an amount: `6`, `500m`, `20Gi`."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 """Of an object of Kubernetes."""
@@ -243,6 +247,8 @@ class Resources(Config):
     """LocalQueue of Kueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
     node_selector: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    """Variables of the ranks, for example `{NCCL_DEBUG: INFO}`; secrets do not belong here."""
     start_seconds: Annotated[int, Field(ge=1)] = 3600
     """How long all pods may take until they run: queue, node, image."""
     deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
@@ -492,7 +498,7 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
                 raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(at) - 1}")
             index: Any = int(part)
         elif isinstance(at, dict):
-            free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local")
+            free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local", "environment", "node_selector")
             if part not in at and not (free and last):
                 known = [f"{prefix}.{name}" if prefix else name for name in at]
                 known += list(PARAMETERS) if depth == 0 else []

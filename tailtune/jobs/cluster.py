@@ -7,6 +7,7 @@ attempt finds the job by its name.
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ SPEC = "tailtune.io/spec-sha256"
 LAUNCHER = "tailtune.io/launcher-pod"
 """Annotation: the pod that waits for the job. Without it nobody does: `tailtune gc`."""
 MANAGED = "app.kubernetes.io/managed-by=tailtune"
+NO_CLAIM = re.compile(r"persistentvolumeclaim \S+ not found")
 KINDS = {"pytorchjob": pytorchjob, "trainjob": trainjob}
 """In order of preference."""
 
@@ -294,6 +296,8 @@ class Follower:
         self._seen |= {pod["metadata"]["uid"]: pod for pod in pods}
         state, why = jobs.kind.state(found)
         bad = look.failures(self._seen.values())
+        if state == "waiting" and not pods:
+            self._say(job.name, why)
         if state == "succeeded":
             return True
         if state == "failed":
@@ -349,18 +353,23 @@ class Follower:
             self._progress.read(line)
             print(line if line.startswith("[rank ") else f"[{prefix}] {line}", file=sys.stderr, flush=True)
 
+    def _say(self, name: str, why: str, kind: str | None = None) -> None:
+        """What a pod waits for, or the job itself, when it is not what was said last."""
+        if self._said.get(name) != why:
+            self._said[name] = why
+            log.info("train: %s %s waits%s: %s", "pod" if kind else "job", name, f" ({kind})" if kind else "", why)
+
     def _say_pending(self, pods: list[dict[str, Any]]) -> None:
         for pod in pods:
             name, waits = look.pod_name(pod), look.why_pending(pod)
-            if waits is not None and waits[0] in ("image", "configuration"):
+            if waits is not None and (waits[0] in ("image", "configuration") or NO_CLAIM.search(waits[1])):
                 self._stuck_since.setdefault(name, time.monotonic())
             else:
                 self._stuck_since.pop(name, None)
             if waits is None:
                 self._said.pop(name, None)
-            elif self._said.get(name) != waits[1]:
-                self._said[name] = waits[1]
-                log.info("train: pod %s waits (%s): %s", name, *waits)
+            else:
+                self._say(name, waits[1], waits[0])
 
 
 def cancel(run: str, cluster: Cluster, *, dry_run: bool = False) -> list[str]:

@@ -39,8 +39,10 @@ CLASSES = (
           "check that the network policy lets the job's pods reach each other, and whether another rank died first"),
     Class("a full volume", r"No space left on device|Disk quota exceeded",
           "free space on the volumes, or ask for larger claims"),
+    Class("volume", r"persistentvolumeclaim \S+ not found|FailedMount|FailedAttachVolume",
+          "make the claims (oc apply -k deploy/), or name your own with -p workspace_pvc= and its like"),
     Class("image", r"ImagePullBackOff|ErrImagePull|InvalidImageName|ErrImageNeverPull|ImageInspectError",
-          "check cluster.image_registry, and that the image exists: oc get imagestreams"),
+          "check -p trainer_image= and --image-registry, and that the image exists: oc get istag"),
     Class("scheduling", r"Unschedulable|did not start within|Insufficient|untolerated taint",
           "ask for fewer nodes or less (resources.*), wait for the queue, or set resources.tolerations"),
 )  # fmt: skip

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 from packaging.version import Version
@@ -22,6 +23,8 @@ NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines
 USER_ERROR = re.compile(rf"^(?:\[rank \d+\] )?{re.escape(MARK)}train: error: (.*)")
 SHARED_LINE = re.compile(rf"(?:\[rank \d+\] )?{re.escape(MARK)}")
 """Two ranks that write at once may share a line."""
+ACCOUNT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
+"""Where torchrun begins to tell of a failure."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,13 @@ def run_torchrun(
                     process.terminate()  # a restart would meet the same bad input
             status = process.wait()
         failure = first_failure("\n".join(last_lines), error_file, status) if status else ""
-    return Ended(status, user_error, bool(received), failure, tuple(last_lines))
+    return Ended(status, user_error, bool(received), failure, own_lines(last_lines))
+
+
+def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    """The ranks' lines, without the account that torchrun writes below them."""
+    own = tuple(takewhile(lambda line: not ACCOUNT.search(line), lines))
+    return own or tuple(lines)
 
 
 def first_failure(output: str, error_file: Path, status: int) -> str:

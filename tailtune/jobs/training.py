@@ -81,6 +81,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         max_restarts=resources.max_restarts,
         shutdown_seconds=resources.shutdown_seconds,
         environment={
+            **resources.environment,
             "DATA_DIR": str(data_dir),
             "OUTPUT_DIR": str(run.models_dir),
             "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),

@@ -49,8 +49,11 @@ def test_a_job_that_succeeds_also_at_the_second_try(job: Job) -> None:
     indirect=["job"],
 )  # fmt: skip
 def test_a_failure_names_the_first_rank_and_its_reason(job: Job, message: str) -> None:
-    with pytest.raises(JobFailed, match=message):
+    with pytest.raises(JobFailed, match=message) as error:
         run_job(job)
+    assert "ChildFailedError" not in str(error.value) and "=====" not in str(error.value), (
+        "the ranks' lines, not torchrun's"
+    )
 
 
 @pytest.mark.parametrize("job", ["user"], indirect=True)

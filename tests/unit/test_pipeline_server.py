@@ -9,10 +9,12 @@ import pytest
 from click.testing import CliRunner, Result
 from dashboard_server import Server, dashboard
 from http_server import NAMESPACE
+from kubernetes_server import cluster
 
 import pipeline
 import pipeline_server
 from tailtune.errors import UserError
+from tailtune.recipe import load_recipe
 
 COMPILED = Path(pipeline.__file__).parent / "compiled" / "survival.yaml"
 
@@ -119,7 +121,8 @@ def test_applying_a_schedule_twice_leaves_one(server: Server) -> None:
     assert "pipeline_version_id" not in one["pipeline_version_reference"]
     listed = invoke("--list-schedules")
     assert listed.stdout.startswith("survival\t0 30 3 * * 1\tenabled\t")
-    assert invoke("--unschedule", "survival").exit_code == 0 and not server.recurring
+    ended = invoke("--unschedule", "survival")
+    assert ended.exit_code == 0 and not server.recurring and ended.stderr == "schedule 'survival' deleted\n"
     assert invoke("--unschedule", "survival").exit_code == 2
 
 
@@ -139,6 +142,65 @@ def test_cron_gets_six_fields(when: str, cron: str) -> None:
 def test_a_schedule_that_is_none_is_refused_before_anything_is_uploaded(server: Server, when: str, words: str) -> None:
     result = invoke("--schedule", when)
     assert result.exit_code == 2 and words in result.stderr and not server.pipelines
+
+
+def test_a_schedule_of_the_latest_version_carries_what_was_given_alone(server: Server) -> None:
+    assert invoke("--schedule", "every 6 hours", "--latest", "-p", "epochs=1").exit_code == 0
+    (one,) = server.recurring.values()
+    assert one["runtime_config"]["parameters"] == {"epochs": 1}, "the recipe is the version's own, also tomorrow"
+    refused = invoke("--schedule", "every 6 hours", "--latest", "-p", "data.skip_unchanged=true")
+    assert refused.exit_code == 2 and "so -p data.skip_unchanged has no place" in refused.stderr
+    pinned = invoke("--schedule", "every 6 hours", "-p", "data.skip_unchanged=true")
+    assert pinned.exit_code == 0, pinned.stderr
+    (one,) = server.recurring.values()
+    assert json.loads(one["runtime_config"]["parameters"]["recipe"])["data"]["skip_unchanged"] is True
+
+
+def test_a_recipe_of_ones_own_is_compiled_and_submitted(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = json.loads(load_recipe("survival").to_json()) | {"name": "mine", "local": {}}
+    recipe["resources"]["gpu"] = ""
+    Path("mine.json").write_text(json.dumps(recipe))
+    result = invoke("--submit", "--recipe", "mine.json")
+    assert result.exit_code == 0, result.stderr
+    assert [one["display_name"] for one in server.pipelines.values()] == ["mine"]
+    (file,) = server.files.values()
+    assert b"accelerator" not in file, "it trains without a GPU, so no step asks for one"
+
+
+def test_the_dashboards_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILTUNE_DASHBOARD", "https://data-science-gateway.apps.example.com/")
+    result = invoke("--submit")
+    (run,) = server.runs
+    assert result.stdout == (
+        f"https://data-science-gateway.apps.example.com/develop-train/pipelines/runs/{NAMESPACE}/runs/{run}\n"
+    )
+
+
+def test_cancelling_ends_the_run_and_deletes_its_job(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "other"):
+        assert invoke("--submit", "--run-name", name).exit_code == 0
+    run = next(one for one, content in server.runs.items() if content["display_name"] == "mine")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    result = invoke("--cancel", "mine")
+    assert result.exit_code == 0 and server.terminated == [run]
+    assert "jobs are left to the run's own steps: no cluster to talk to" in result.stderr
+    with cluster(tmp_path / "cluster") as there:
+        monkeypatch.setenv("KUBECONFIG", str(there.kubeconfig))
+        for label, name in (("mine", "job-a"), (run, "job-b"), ("other", "job-c")):
+            metadata = {"name": name, "labels": {"app.kubernetes.io/managed-by": "tailtune", "tailtune.io/run": label}}
+            there.jobs[name] = {"kind": "PyTorchJob", "metadata": metadata, "status": {}}
+            there.pods[name] = []
+        result = invoke("--cancel", run)
+        assert result.exit_code == 0 and "1 runs ended, 1 jobs deleted" in result.stderr
+        result = invoke("--cancel", "mine")
+        assert result.exit_code == 0 and "job-a" in result.stdout
+        nobody = invoke("--cancel", "nobody")
+    assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
 
 
 def test_an_interval(server: Server) -> None:

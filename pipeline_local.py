@@ -1,0 +1,133 @@
+"""The pipeline on this machine: the same function through kfp.local, one run at a time in runs/NAME/."""
+
+import fcntl
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tailtune.errors import UserError
+from tailtune.jobs.local import count_gpus
+from tailtune.recipe import ENVIRONMENT, Recipe, load_recipe, with_environment, with_local_overlay, with_overrides
+from tailtune.run import Run
+from tailtune.signals import on_stop
+
+
+def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: Recipe, run_name: str) -> bool:
+    """Run a recipe's pipeline on this machine in runs/NAME/; whether it succeeded."""
+    from kfp import local
+    from kfp.local import subprocess_task_handler
+
+    from tailtune.console import quiet
+
+    subprocess_task_handler.replace_python_executable = _with_this_python
+    directory = Path("runs").resolve() / run_name
+    log_path = directory / "workspace" / "pipeline.log"
+    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop() as stopped:
+        click.echo(f"{recipe.name} in {relative(directory)}; all output in {relative(log_path)}", err=True)
+        error: BaseException | None = None
+        with quiet(log_path) as shown:
+            local.init(local.SubprocessRunner(use_venv=False), pipeline_root=artifacts)
+            try:
+                pipeline(
+                    **parameters,
+                    **{f"{name}_dir": str(directory / name) for name in ("data", "models", "workspace")},
+                    run_name=run_name,
+                    local=True,
+                    recipe=recipe.to_json(),
+                )
+            except (RuntimeError, KeyboardInterrupt) as failure:  # KFP's own text names only the task
+                error = failure
+        if error:
+            again = f"run again with --run-name {run_name} to go on"
+            reason = shown[0] if shown else f"a step ended without a word; see {relative(log_path)}"
+            click.echo(f"stopped by a signal; {again}" if stopped else f"failed: {reason}", err=True)
+    judged = any(line.startswith("gate: ") for line in shown)  # the report of a rejected model is this run's too
+    if (error is None or (judged and not stopped)) and (directory / "report.html").is_file():
+        click.echo(f"report: {relative(directory / 'report.html')}", err=True)
+    return error is None
+
+
+def _with_this_python(command: list[str], executable: str) -> list[str]:
+    """KFP's command of a step with another Python. KFP's own function changes `python3` in paths and data as well."""
+    return [part.replace("python3", executable) if "kfp.dsl.executor_main" in part else part for part in command]
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Refuse a second run in the same directory at the same time."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write into {directory}: {error.strerror}; start in another folder") from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"run '{directory.name}' is in progress; wait for it, or choose another --run-name"
+            ) from None
+        yield
+
+
+@contextmanager
+def _forward_stop() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT reach the steps' processes, which save what they have; yields those received."""
+    import psutil
+
+    def forward(received: list[int]) -> None:
+        steps = psutil.Process().children(recursive=True)
+        for child in steps:
+            with suppress(psutil.NoSuchProcess):
+                if child.name() != "sh":  # KFP's shell around a step: its death would orphan the step
+                    child.send_signal(signal.SIGTERM)
+        if not steps:
+            raise KeyboardInterrupt  # between two steps nobody else would stop
+
+    with on_stop(forward) as received:
+        yield received
+
+
+def local_recipe(recipe_name: str | None, run_name: str | None, given: dict[str, Any]) -> Recipe:
+    """The recipe of a local run: of the run that is continued, or the one that is named."""
+    stored = Path("runs") / (run_name or ".") / "workspace" / "run.json"
+    if recipe_name is None and run_name and stored.is_file():
+        recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
+        click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
+    else:
+        recipe = with_local_overlay(load_recipe(recipe_name or "survival"))
+    recipe = with_overrides(recipe, given)
+    for variable in sorted(name for name in ENVIRONMENT if os.environ.get(name)):
+        click.echo(f"{variable}={os.environ[variable]} in the environment overrides {ENVIRONMENT[variable]}", err=True)
+    recipe = with_environment(recipe, os.environ)
+    num_gpus, num_ranks = count_gpus(), recipe.resources.ranks_per_node
+    if 0 < num_gpus < num_ranks:
+        click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
+        recipe = with_overrides(recipe, {"ranks_per_node": num_gpus})
+    source = recipe.data.source
+    if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
+        raise UserError(f"data source {source} is no file; give -p data_source= a file's path, an address, or embedded")
+    return recipe
+
+
+def relative(path: Path) -> str:
+    """As a user types it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value not in ("", "small", "embedded") and Path(value).expanduser().exists()
+
+
+def local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """`-p` values with existing paths made absolute: relative ones are the user's, not the run's."""
+    path_keys = ("data_source", "data.source", "base_model", "model.base_model")
+    return {key: str(Path(value).expanduser().resolve())
+            if key in path_keys and _is_path(value) else value
+            for key, value in parameters.items()}  # fmt: skip
