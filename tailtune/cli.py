@@ -145,7 +145,10 @@ def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, loca
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_one_line_errors
 def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
-    """Delete the training jobs of a RUN, so that its GPUs are free; checkpoints stay."""
+    """Delete the training jobs that a RUN has left behind; checkpoints stay.
+
+    A run that goes on makes its job again: end it with `python pipeline.py --cancel RUN`.
+    """
     from tailtune.jobs import cluster
 
     _say_deleted(cluster.cancel(run, cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
