@@ -191,7 +191,7 @@ def numbered(rows: Any, number: int) -> Any:
     import pyarrow as pa
 
     questions = pa.array([f"{number}. {text}" for text in rows["full-question"].to_pylist()])
-    return rows.set_column(rows.column_names.index("full-question"), "full-question", questions)
+    return rows.set_column(rows.column_names.index("full-question"), rows.schema.field("full-question"), questions)
 
 
 class Clock:
