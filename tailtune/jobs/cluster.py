@@ -34,6 +34,8 @@ DELETE_SECONDS = 600
 STOP_SECONDS = 15
 """How long deleting may take after SIGTERM: a pod has 30 s."""
 SHORT_TIMEOUT = (3, 5)
+NO_PODS_SECONDS = 60
+"""After how long a job without pods is spoken of."""
 STUCK_SECONDS = 300
 """How long a pod may wait for something that seldom comes by itself: an image that cannot be pulled."""
 SPEC = "tailtune.io/spec-sha256"
@@ -297,7 +299,9 @@ class Follower:
         state, why = jobs.kind.state(found)
         bad = look.failures(self._seen.values())
         if state == "waiting" and not pods:
-            self._say(job.name, why)
+            self._say_no_pods(why)
+        elif pods:
+            self._said.pop(job.name, None)
         if state == "succeeded":
             return True
         if state == "failed":
@@ -353,11 +357,17 @@ class Follower:
             self._progress.read(line)
             print(line if line.startswith("[rank ") else f"[{prefix}] {line}", file=sys.stderr, flush=True)
 
-    def _say(self, name: str, why: str, kind: str | None = None) -> None:
-        """What a pod waits for, or the job itself, when it is not what was said last."""
+    def _say(self, name: str, why: str, line: str) -> None:
+        """Log the line, when what the pod or the job waits for is not what was said last."""
         if self._said.get(name) != why:
             self._said[name] = why
-            log.info("train: %s %s waits%s: %s", "pod" if kind else "job", name, f" ({kind})" if kind else "", why)
+            log.info("train: %s", line)
+
+    def _say_no_pods(self, why: str) -> None:
+        if not why and time.monotonic() - self.created_at > NO_PODS_SECONDS:
+            why = f"has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {self.job.name}"
+        if why:
+            self._say(self.job.name, why, f"job {self.job.name} {why}")
 
     def _say_pending(self, pods: list[dict[str, Any]]) -> None:
         for pod in pods:
@@ -369,7 +379,7 @@ class Follower:
             if waits is None:
                 self._said.pop(name, None)
             else:
-                self._say(name, waits[1], waits[0])
+                self._say(name, waits[1], f"pod {name} waits ({waits[0]}): {waits[1]}")
 
 
 def cancel(run: str, cluster: Cluster, *, dry_run: bool = False) -> list[str]:

@@ -66,4 +66,4 @@ def state(manifest: Mapping[str, Any]) -> tuple[str, str]:
         if kind in conditions:
             return word, str(conditions[kind].get("message") or conditions[kind].get("reason") or "")
     suspended = conditions.get("Suspended")
-    return "waiting", "waits for admission by the queue" if suspended else "was created"
+    return "waiting", "waits for admission by the queue" if suspended else ""

@@ -86,4 +86,4 @@ def state(manifest: Mapping[str, Any]) -> tuple[str, str]:
         return "waiting", "waits for admission by the queue"
     if any(one.get("active") for one in status.get("jobsStatus") or []):
         return "running", ""
-    return "waiting", "was created"
+    return "waiting", ""
