@@ -42,6 +42,8 @@ DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{
                "workspace_dir": "/shared/workspace/{run}"}  # fmt: skip
 
 
+RETRY_FOR = "604800s"
+"""From the start of a step's first attempt: Argo does not try it again later, and ends an attempt that runs then."""
 SECRETS = "/etc/tailtune"
 """Where the secrets' keys lie as files, in the steps that fetch."""
 SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS}/hf/token", "TAILTUNE_S3_SECRET_DIR": f"{SECRETS}/s3",
@@ -71,7 +73,8 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     from components.write_parquet import write_parquet
     from tailtune import images
 
-    default, gpu = parameter_values(recipe), recipe.resources.gpu
+    default, recipe_resources = parameter_values(recipe), recipe.resources
+    gpu = recipe_resources.gpu
 
     @dsl.pipeline(name=recipe.name, description=recipe.description)
     def pipeline(
@@ -107,7 +110,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             return task
 
         job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-        end = stop_jobs(run_name=run_name, job_id=job_id).set_caching_options(False) if cluster else None
+        end = stop_jobs(job_id=job_id).set_caching_options(False) if cluster else None
         with dsl.ExitHandler(end, name="run") if end else nullcontext():
             resolved = add(resolve_recipe(
                 recipe=recipe, run_name=run_name, job_id=job_id,
@@ -121,7 +124,12 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             run = resolved.output
             raw = add(fetch_dataset(run=run))
             if cluster:
-                raw.after(add(check_cluster(run=run, trainer_image=trainer_image)))
+                resolved.after(check_cluster(
+                    recipe=recipe, data_source=data_source, num_nodes=num_nodes, ranks_per_node=ranks_per_node,
+                    queue=queue, training_data_pvc=training_data_pvc, trained_models_pvc=trained_models_pvc,
+                    workspace_pvc=workspace_pvc, hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret,
+                    trainer_image=trainer_image,
+                ).set_caching_options(False))  # fmt: skip
             data = add(write_parquet(run=run, source=raw.output))
             data_directory = data.outputs["Output"]
             with dsl.If(data_directory != "", name="new-data"):
@@ -140,9 +148,15 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         if gpu:
             for task in (evaluation, demo, report):
                 task.set_accelerator_type(gpu).set_accelerator_limit(1)
+                for toleration in recipe_resources.tolerations:
+                    kubernetes.add_toleration(task, **toleration)
+                for label, value in recipe_resources.node_selector.items():
+                    kubernetes.add_node_selector(task, label_key=label, label_value=value)
         if cluster:
             for task in (raw, base, tuned):  # a train step that is tried again follows its job
-                task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration="600s")
+                task.set_retry(
+                    num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration=RETRY_FOR
+                )
             for task in (raw, base):
                 for secret, directory in ((hf_secret, "hf"), (s3_secret, "s3"), (ca_secret, "ca")):
                     kubernetes.use_secret_as_volume(
@@ -211,22 +225,29 @@ def check_compiled() -> bool:
     return not drifted
 
 
-def compiled_version(recipe: Recipe) -> tuple[Path, str]:
-    """The recipe's compiled file and the name of its version: the same bytes, the same name. Raises UserError.
+def compiled_version(recipe: Recipe, final: Recipe) -> tuple[Path, str]:
+    """The compiled file of a recipe and the name of its version: the same bytes, the same name. Raises UserError.
 
-    A built-in recipe's file is the committed one, a user's own recipe is compiled now.
+    It is the committed one of compiled/, unless the recipe is a user's own, the images are elsewhere, or `final`,
+    the recipe with all its overrides, asks for other nodes for the steps that run models: then it is made now.
     """
-    path = COMPILED / f"{recipe.name}.yaml"
-    with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder) / path.name
-        if recipe.name in list_recipes():
-            compile_recipe(load_recipe(recipe.name), fresh)
-            if not path.is_file() or fresh.read_bytes() != path.read_bytes():
-                raise UserError(f"{relative(path)} is not what the recipe compiles to; run python pipeline.py first")
-        else:
-            path = Path("runs").resolve() / ".compiled" / path.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            compile_recipe(recipe, path)
+    from tailtune import images
+
+    nodes = {name: getattr(final.resources, name) for name in ("gpu", "tolerations", "node_selector")}
+    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=nodes)})
+    committed = COMPILED / f"{recipe.name}.yaml"
+    path = Path("runs").resolve() / ".compiled" / committed.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compile_recipe(variant, path)
+    if recipe.name in list_recipes():
+        if recipe.model_copy(update={"local": {}}) != load_recipe(recipe.name).model_copy(update={"local": {}}):
+            raise UserError(f"a recipe of your own is named '{recipe.name}' like a built-in one; give it another name")
+        if variant == recipe and images.REGISTRY == images.INTERNAL:
+            if not committed.is_file() or committed.read_bytes() != path.read_bytes():
+                raise UserError(
+                    f"{relative(committed)} is not what the recipe compiles to; run python pipeline.py first"
+                )
+            path = committed
     return path, f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
 
@@ -236,13 +257,16 @@ def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
     return {**parameter_values(recipe), "recipe": recipe.to_json(), "run_name": run_name}
 
 
-def submit(recipe: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
+def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
            timeout_seconds: float | None) -> bool:  # fmt: skip
-    """Start a run on a cluster and print its address; whether it succeeded, as far as it was watched."""
-    path, version_name = compiled_version(recipe)
+    """Start a run on a cluster and print its address; whether it succeeded, as far as it was watched.
+
+    `final` is the recipe with its overrides: they are the run's, not the uploaded version's.
+    """
+    path, version_name = compiled_version(recipe, final)
     pipeline, version = server.upload(path, recipe.name, version_name)
     run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
-                       parameters=cluster_parameters(recipe, run_name))  # fmt: skip
+                       parameters=cluster_parameters(final, run_name))  # fmt: skip
     click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
     click.echo(server.address(run))
     if not os.environ.get("TAILTUNE_DASHBOARD"):
@@ -256,17 +280,17 @@ def submit(recipe: Recipe, run_name: str, experiment: str, server: PipelineServe
     return state == "SUCCEEDED"
 
 
-def schedule(recipe: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
+def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
              latest: dict[str, Any] | None, max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
     """Make the one schedule of this name be so. `latest`: of the latest version, with these run parameters alone.
 
     All others then are that version's own; else they are this recipe's, all of it.
     """
-    parameters = cluster_parameters(recipe, "") if latest is None else latest
+    parameters = cluster_parameters(final, "") if latest is None else latest
     if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
         raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place; "
                         "give run parameters (see --list), or leave --latest out")  # fmt: skip
-    path, version_name = compiled_version(recipe)
+    path, version_name = compiled_version(recipe, final)
     pipeline, version = server.upload(path, recipe.name, version_name)
     server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
                     parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
@@ -283,15 +307,20 @@ def cancel_run(name: str, server: PipelineServer) -> None:
     from tailtune.jobs.api import Cluster
 
     ended = server.terminate(name)
+    names = sorted({name, *(one.run_name for one in ended if one.run_name)})
     try:
         there = Cluster(server.connection.namespace, api_seconds=20)
     except UserError as error:
         click.echo(f"jobs are left to the run's own steps: {error}", err=True)
         there = None
-    jobs = [job for run in (name, *ended) for job in cluster.cancel(run, there)] if there else []
+    jobs = []
+    if there:
+        jobs += [job for one in names for job in cluster.cancel(there, run=one)]
+        jobs += [job for one in ended for job in cluster.cancel(there, pipeline_run=one.id) if job not in jobs]
     for job in jobs:
         click.echo(job)
-    click.echo(f"{len(ended)} runs ended, {len(jobs)} jobs deleted", err=True)
+    where = f" at {there.configuration.host}" if there else ""
+    click.echo(f"{len(ended)} runs ended, {len(jobs)} jobs deleted{where}", err=True)
     if not ended and not jobs:
         raise UserError(f"no run '{name}' goes on in {server.connection.namespace}; the dashboard has names and ids")
 
@@ -391,7 +420,8 @@ def main(
             if local_run:
                 recipe = local_recipe(recipe_name, run_name, given)
             else:
-                recipe = with_overrides(load_recipe(recipe_name or "survival"), given)
+                loaded = load_recipe(recipe_name or "survival")
+                recipe = with_overrides(loaded, given)
             if dry_run:
                 _print_resolved(recipe)
                 return
@@ -407,11 +437,13 @@ def main(
                 trigger(when)  # before anything is uploaded
             server = PipelineServer(find_connection(endpoint, namespace))
             if when is not None:
-                schedule(recipe, when, schedule_name or recipe.name, experiment, server,
+                schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,
                          latest=given if latest else None, max_concurrency=max_concurrency,
                          catch_up=catch_up)  # fmt: skip
             else:
-                succeeded = submit(recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds)
+                succeeded = submit(
+                    loaded, recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds
+                )
                 sys.exit(0 if succeeded else 1)
         else:
             compile_all()

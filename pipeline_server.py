@@ -100,6 +100,15 @@ def _route(cluster: Any) -> str:
     return str(addresses[0])
 
 
+@dataclass(frozen=True)
+class Going:
+    """A run that goes on."""
+
+    id: str
+    run_name: str
+    """The parameter, by which its training job is labelled; empty for runs that go by their id."""
+
+
 class PipelineServer:
     def __init__(self, connection: Connection) -> None:
         import kfp
@@ -110,7 +119,10 @@ class PipelineServer:
                                      existing_token=connection.token, ssl_ca_cert=connection.ca_file)  # fmt: skip
 
     def call(self, function: Callable[..., Result], *args: Any, patience: float | None = None, **kwargs: Any) -> Result:
-        """The function's result; tried again for `patience` seconds (a minute) while the server is in trouble."""
+        """The function's result; tried again for `patience` seconds (a minute) while the server is in trouble.
+
+        None for what would be made twice if an answer was lost: runs and schedules.
+        """
         from kfp_server_api import ApiException
 
         def temporary(error: BaseException) -> bool:
@@ -159,7 +171,7 @@ class PipelineServer:
         """The id of a new run."""
         group = self.call(self.client.create_experiment, experiment, namespace=self.connection.namespace)
         run = self.call(self.client.run_pipeline, group.experiment_id, run_name, params=parameters,
-                        pipeline_id=pipeline, version_id=version)  # fmt: skip
+                        pipeline_id=pipeline, version_id=version, patience=0)  # fmt: skip
         return str(run.run_id)
 
     def address(self, run: str) -> str:
@@ -171,14 +183,27 @@ class PipelineServer:
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
 
-    def terminate(self, name: str) -> list[str]:
-        """End the runs of this name or id that go on; their ids."""
+    def terminate(self, name: str) -> list[Going]:
+        """End the runs that go on and that have this name or id; which they are."""
         runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
                                               namespace=self.connection.namespace), "runs")  # fmt: skip
-        found = [one.run_id for one in runs if name in (one.display_name, one.run_id) and one.state not in ENDED]
-        for run in found:
-            self.call(self.client.terminate_run, run)
+        found = []
+        for one in runs:
+            parameters = one.runtime_config.parameters if one.runtime_config else None
+            going = Going(one.run_id, str((parameters or {}).get("run_name") or ""))
+            if name in (one.display_name, going.id, going.run_name) and one.state not in ENDED:
+                found.append(going)
+                if one.state != "CANCELING":
+                    self._terminate(going.id)
         return found
+
+    def _terminate(self, run: str) -> None:
+        try:
+            self.call(self.client.terminate_run, run)
+        except UserError as error:
+            if self.call(self.client.get_run, run).state not in (*ENDED, "CANCELING"):
+                raise
+            log.info("run: %s has ended meanwhile (%s)", run, error)
 
     def watch(self, run: str, timeout_seconds: float | None) -> str:
         """The run's last state; says each change. Raises UserError when it takes longer than the timeout."""
@@ -224,7 +249,7 @@ class PipelineServer:
             no_catchup=not catch_up,
         )
         old = [one.recurring_run_id for one in self.schedules() if one.display_name == name]
-        created = self.call(self.client._recurring_run_api.recurring_run_service_create_recurring_run, body)
+        created = self.call(self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, patience=0)
         for one in old:
             self.call(self.client.delete_recurring_run, one)
         return str(created.recurring_run_id)

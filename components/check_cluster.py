@@ -1,4 +1,4 @@
-"""Let the doctor look at the cluster before anything runs on it."""
+"""Let the doctor look at the cluster first. Mounts nothing: a missing volume is one of its findings."""
 
 from kfp import dsl
 
@@ -6,11 +6,29 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def check_cluster(run: str, trainer_image: str) -> None:
+def check_cluster(
+    recipe: str,
+    data_source: str,
+    num_nodes: int,
+    ranks_per_node: int,
+    queue: str,
+    training_data_pvc: str,
+    trained_models_pvc: str,
+    workspace_pvc: str,
+    hf_secret: str,
+    s3_secret: str,
+    ca_secret: str,
+    trainer_image: str,
+) -> None:
     """Fail with the first finding that would stop the run, and the command that mends it."""
     from tailtune.doctor import refuse_blocked
     from tailtune.log import step
-    from tailtune.run import Run
+    from tailtune.recipe import parse_recipe, with_overrides
 
     with step("doctor"):
-        refuse_blocked(Run.from_json(run).recipe, images=(trainer_image,))
+        overrides = dict(
+            data_source=data_source, num_nodes=num_nodes, ranks_per_node=ranks_per_node, queue=queue,
+            training_data_pvc=training_data_pvc, trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc,
+            hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret,
+        )  # fmt: skip
+        refuse_blocked(with_overrides(parse_recipe(recipe), overrides), images=(trainer_image,))

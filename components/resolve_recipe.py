@@ -43,4 +43,4 @@ def resolve_recipe(
             trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, hf_secret=hf_secret,
             s3_secret=s3_secret, ca_secret=ca_secret, seed=seed,
         )  # fmt: skip
-        return resolve_run(recipe, overrides, run_name or job_id, data_dir, models_dir, workspace_dir, local).to_json()
+        return resolve_run(recipe, overrides, run_name, job_id, data_dir, models_dir, workspace_dir, local).to_json()

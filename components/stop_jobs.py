@@ -1,4 +1,4 @@
-"""However a run ends, leave no training job of it behind."""
+"""When a run has succeeded or failed, leave no training job of it behind."""
 
 from kfp import dsl
 
@@ -6,11 +6,12 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def stop_jobs(run_name: str, job_id: str) -> None:
-    """Delete the jobs of the run that have not ended. The run itself goes by its name, else by its id."""
+def stop_jobs(job_id: str) -> None:
+    """Delete the jobs of this run of the pipeline that have not ended; not those of another run of the same name."""
     from tailtune.jobs import cluster
+    from tailtune.jobs.api import Cluster
     from tailtune.log import log, step
 
     with step("stop"):
-        for name in cluster.cancel(run_name or job_id, cluster.Cluster()):
+        for name in cluster.cancel(Cluster(), pipeline_run=job_id):
             log.info("stop: job %s was still there and is deleted", name)

@@ -9,7 +9,7 @@ import certifi
 from tailtune.errors import UserError
 
 VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
-"""What OpenSSL, requests, httpx, huggingface_hub and botocore read; one that is set already is kept."""
+"""What OpenSSL, requests, httpx, huggingface_hub and botocore read."""
 
 
 def trust_mounted_certificates() -> None:
@@ -23,7 +23,11 @@ def trust_mounted_certificates() -> None:
     own = path.read_text(encoding="utf-8", errors="replace")
     if "-----BEGIN CERTIFICATE-----" not in own:
         raise UserError(f"{path} holds no certificate; store PEM text under ca-bundle.crt in the secret")
-    with tempfile.NamedTemporaryFile("w", prefix="tailtune-ca-", suffix=".crt", delete=False) as bundle:
-        bundle.write(Path(certifi.where()).read_text(encoding="utf-8") + "\n" + own)
-    for variable in VARIABLES:
-        os.environ.setdefault(variable, bundle.name)
+    for variable in VARIABLES:  # a platform may have set some already
+        before = Path(os.environ.get(variable) or certifi.where())
+        before = before if before.is_file() else Path(certifi.where())
+        with tempfile.NamedTemporaryFile("w", prefix="tailtune-ca-", suffix=".crt", delete=False) as bundle:
+            bundle.write(
+                (before if before.is_file() else Path(certifi.where())).read_text(encoding="utf-8") + "\n" + own
+            )
+        os.environ[variable] = bundle.name

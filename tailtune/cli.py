@@ -127,16 +127,19 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
 @click.option("--namespace", help="Project on the cluster; that of the login where not given.")
 @click.option("--local", "local_only", is_flag=True, help="Look at this machine alone.")
+@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="As for pipeline.py: where the images are.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @_one_line_errors
-def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool, as_json: bool) -> None:
+def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool,
+           image_registry: str | None, as_json: bool) -> None:  # fmt: skip
     """Find what would stop a run, with the command that mends it; exit status 1 when something does."""
-    from tailtune import doctor, images
+    from tailtune import doctor, findings, images
 
-    findings = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only,
-                              images=(images.PIPELINE, images.TRAINER))  # fmt: skip
-    click.echo(json.dumps(doctor.as_json(findings), indent=2) if as_json else "\n".join(doctor.as_lines(findings)))
-    sys.exit(1 if doctor.blocked(findings) else 0)
+    found = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only,
+                              images=images.both(image_registry))  # fmt: skip
+    lines = findings.as_lines(found)
+    click.echo(json.dumps(findings.as_json(found), indent=2) if as_json else "\n".join(lines))
+    sys.exit(1 if findings.blocked(found) else 0)
 
 
 @main.command()
@@ -151,7 +154,7 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
     """
     from tailtune.jobs import cluster
 
-    _say_deleted(cluster.cancel(run, cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+    _say_deleted(cluster.cancel(cluster.Cluster(namespace, api_seconds=20), run=run, dry_run=dry_run), dry_run)
 
 
 @main.command()

@@ -12,10 +12,10 @@ from kubernetes import client
 from kubernetes.utils.quantity import parse_quantity
 from packaging.version import InvalidVersion, Version
 
-from tailtune.doctor import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
+from tailtune.findings import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
 from tailtune.jobs import trainjob
 from tailtune.jobs.api import Cluster
-from tailtune.jobs.cluster import KINDS
+from tailtune.jobs.cluster import KINDS, find_kind
 from tailtune.recipe import Recipe
 
 RUNNER = "pipeline-runner-dspa"
@@ -35,7 +35,7 @@ def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = (
                                f"{cluster.namespace}")  # fmt: skip
     groups = cluster.call(client.ApisApi(api).get_api_versions).groups
     yield from _pipeline_server(cluster)
-    yield from _training_jobs(cluster, recipe, groups)
+    yield from _training_jobs(cluster, recipe)
     yield from _volumes(cluster, recipe)
     yield from _queue(cluster, recipe, groups)
     yield from _quota(cluster, recipe)
@@ -80,10 +80,10 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _training_jobs(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
+def _training_jobs(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
     """The kind of job that the launcher would take, and what the steps' account may do with it."""
     wanted = [kind for name, kind in KINDS.items() if recipe.resources.job_kind in ("auto", name)]
-    there = [kind for kind in wanted if any(one.name == kind.GROUP for one in groups)]
+    there = [kind for kind in wanted if find_kind(cluster, kind)]
     if not there:
         yield Finding("training job", BLOCKS, f"the cluster has no {' and no '.join(kind.KIND for kind in wanted)}",
                       "enable the component trainingoperator, or trainer: oc edit datasciencecluster")  # fmt: skip
@@ -127,8 +127,8 @@ def _runtime(cluster: Cluster, recipe: Recipe) -> Finding:
     if found == 404:
         return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {name}",
                        "enable the component trainer: oc edit datasciencecluster")  # fmt: skip
-    if found == 403:
-        return _unread("runtime", 403, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
+    if isinstance(found, int):
+        return _unread("runtime", found, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
     return Finding("runtime", OK, f"{name} is there")
 
 
@@ -146,7 +146,11 @@ def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         size = (found.status.capacity or found.spec.resources.requests or {}).get("storage", "?")
         if num_nodes > 1 and "ReadWriteMany" not in modes:
             why = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
-            yield Finding(check, BLOCKS, why, "give it a class with ReadWriteMany in deploy/, or set -p num_nodes=1")
+            yield Finding(check, BLOCKS, why, "give it a class with ReadWriteMany in deploy/")
+        elif "ReadWriteMany" not in modes:
+            why = f"is {', '.join(modes)}: steps and training wait for ever when they come to different nodes"
+            yield Finding(check, WARNING, why, "give it a class with ReadWriteMany in deploy/, or pin both to one node "
+                                               "with -p resources.node_selector=")  # fmt: skip
         elif phase == "Lost":
             yield Finding(check, BLOCKS, "has lost its volume", f"oc delete pvc {claim}; oc apply -k deploy/")
         else:
@@ -156,15 +160,18 @@ def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
 
 def _queue(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
     name = recipe.resources.queue
+    there = any(one.name == "kueue.x-k8s.io" for one in groups)
     if not name:
-        if any(one.name == "kueue.x-k8s.io" for one in groups):
+        if there:
             yield Finding("queue", WARNING, "the cluster has Kueue, and the run names no queue",
                           "oc get localqueue; then -p queue=NAME")  # fmt: skip
         return
     version = next((one.versions[0].version for one in groups if one.name == "kueue.x-k8s.io"), "v1beta1")
     found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
         "kueue.x-k8s.io", version, namespace, "localqueues", name), name)  # fmt: skip
-    if isinstance(found, int):
+    if found == 404 and not there:
+        yield Finding(f"queue {name}", WARNING, "the cluster has no Kueue, so the job does not queue", "-p queue=")
+    elif isinstance(found, int):
         yield _unread(f"queue {name}", found, "oc get localqueue; then -p queue=NAME")
     else:
         yield Finding(f"queue {name}", OK, "the LocalQueue is there")
@@ -184,6 +191,8 @@ def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         return
     short: dict[str, str] = {}
     for quota in found.items:
+        if quota.spec and (quota.spec.scopes or quota.spec.scope_selector):  # for some pods, and maybe not for ours
+            continue
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name, one in needs.items():
             if name not in hard:
@@ -200,23 +209,27 @@ def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _secrets(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
-    """By name and key; values are not looked at."""
+    """By name and key; values are not looked at. None stops a run: there are other ways to be let in."""
     names = recipe.cluster
     wanted = (
-        (names.hf_secret, "token", "gated or private models and data sets", False),
-        (names.s3_secret, "AWS_ACCESS_KEY_ID", "data on S3", recipe.data.source.startswith("s3://")),
-        (names.ca_secret, "ca-bundle.crt", "servers with certificates of your own", False),
+        ("hf_secret", names.hf_secret, "token", "gated or private models and data sets", False),
+        ("s3_secret", names.s3_secret, "AWS_ACCESS_KEY_ID", "data on S3", recipe.data.source.startswith("s3://")),
+        ("ca_secret", names.ca_secret, "ca-bundle.crt", "servers with certificates of your own", False),
     )
-    for name, key, purpose, needed in wanted:
+    for parameter, name, key, purpose, needed in wanted:
         check = f"secret {name}"
-        create = f"oc create secret generic {name} --from-file={key}=FILE -n {cluster.namespace}"
+        create = (
+            f"oc create secret generic NAME --from-file={key}=FILE -n {cluster.namespace}; then -p {parameter}=NAME"
+        )
         found = _read(cluster, cluster.core.read_namespaced_secret, name)
-        if found == 404 and not needed:
-            yield Finding(check, OK, f"not there; only needed for {purpose}")
+        if found == 404:
+            yield Finding(
+                check, WARNING if needed else OK, f"not there; needed for {purpose}", create if needed else ""
+            )
         elif isinstance(found, int):
             yield _unread(check, found, create)
         elif key not in (found.data or {}):
-            yield Finding(check, BLOCKS, f"has no key {key}", f"oc delete secret {name}; {create}")
+            yield Finding(check, WARNING, f"has no key {key}, so it is of no use for {purpose}", create)
         else:
             yield Finding(check, OK, f"there, with {key}")
 
@@ -227,26 +240,26 @@ def _images(cluster: Cluster, images: Sequence[str]) -> Iterator[Finding]:
         path = image.removeprefix(INTERNAL_REGISTRY)
         namespace, _, name = path.partition("/")
         check = f"image {name.partition(':')[0].rpartition('/')[2]}"
-        if path == image or "/" in name:
-            yield Finding(check, OK, f"{image}: not in the cluster's own registry, not checked")
+        if path == image or "/" in name or "@" in name or ":" not in name:
+            yield Finding(check, OK, f"{image}: not checked, only names with a tag in the cluster's own registry are")
             continue
         found = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
             "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip
         if found == 404:
             build = f"oc start-build {name.partition(':')[0]} --from-repo=. --follow -n {namespace}"
             yield Finding(check, BLOCKS, "is not built", build)
-        elif found == 403:
+        elif isinstance(found, int):
             yield _unread(check, found, f"oc get istag -n {namespace}")
         else:
             yield Finding(check, OK, f"{name} is in project {namespace}")
 
 
 def _read(cluster: Cluster, read: Callable[[str, str], Any], name: str, namespace: str | None = None) -> Any:
-    """What `read` gives for a name in the project, or the status with which it is refused: 403 or 404."""
+    """What `read` gives for a name in the project, or the status with which it is refused, 4xx."""
     try:
         return cluster.call(lambda: read(name, namespace or cluster.namespace))
     except client.ApiException as error:
-        if error.status in (403, 404):
+        if 400 <= error.status < 500:
             return error.status
         raise
 

@@ -7,57 +7,52 @@ import platform
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
 
 from packaging.requirements import Requirement
 
 from tailtune.errors import UserError
+from tailtune.findings import BLOCKS, GIGABYTE, OK, WARNING, Finding, as_lines
 from tailtune.jobs.local import count_gpus
 from tailtune.log import log
 from tailtune.recipe import Recipe
 
-OK, UNKNOWN, WARNING, BLOCKS = "ok", "unknown", "warning", "blocks"
-GIGABYTE = 10**9
-
-
-@dataclass(frozen=True)
-class Finding:
-    check: str
-    status: str
-    """`ok`, `unknown` (this account may not look), `warning` or `blocks`."""
-    message: str
-    fix: str = ""
-    """The exact command, or what to do."""
+LAPTOP_SECONDS, STEP_SECONDS = 20, 600
+"""How long the cluster's API may fail, for somebody who waits and for a step."""
 
 
 def examine(
     recipe: Recipe, namespace: str | None = None, *, cluster: bool = True, images: Sequence[str] = ()
 ) -> list[Finding]:
     """All findings, local ones first; a cluster that cannot be reached is one of them."""
-    found = list(local_findings())
-    if not cluster:
-        return found
-    from tailtune.cluster_doctor import cluster_findings
-    from tailtune.jobs.api import Cluster
-
-    try:
-        found += cluster_findings(Cluster(namespace, api_seconds=20), recipe, images)
-    except UserError as error:
-        problem, _, fix = str(error).partition("; ")
-        found.append(Finding("login", BLOCKS, problem, fix))
-    return found
+    return [*local_findings(), *(_of_cluster(recipe, namespace, images, LAPTOP_SECONDS) if cluster else ())]
 
 
 def refuse_blocked(recipe: Recipe, images: Sequence[str] = ()) -> None:
-    """Log what is not in order; raise UserError when something would stop the run. For a run's first step."""
-    findings = examine(recipe, images=images)
+    """Log what is not in order on the cluster; raise UserError when something would stop the run.
+
+    For a run's first step, whose own pod does not matter, and which is as patient as those that follow.
+    """
+    findings = _of_cluster(recipe, None, images, STEP_SECONDS)
     for line in as_lines([one for one in findings if one.status != OK] or findings):
         log.info("doctor: %s", line)
     if blocking := [one for one in findings if one.status == BLOCKS]:
         more = f" ({len(blocking) - 1} more above)" if len(blocking) > 1 else ""
         raise UserError(f"{blocking[0].check}: {blocking[0].message}{more}; {blocking[0].fix}")
+
+
+def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], api_seconds: float) -> list[Finding]:
+    from tailtune.cluster_doctor import cluster_findings
+    from tailtune.jobs.api import Cluster
+
+    found = []
+    try:
+        for one in cluster_findings(Cluster(namespace, api_seconds), recipe, images):
+            found.append(one)
+    except UserError as error:
+        problem, _, fix = str(error).partition("; ")
+        found.append(Finding("login", BLOCKS, problem, fix))
+    return found
 
 
 def local_findings() -> Iterator[Finding]:
@@ -105,25 +100,3 @@ def _packages() -> Iterator[Finding]:
     else:
         shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl", "kfp"))
         yield Finding("packages", OK, shown)
-
-
-MARKS = {OK: "✓", UNKNOWN: "?", WARNING: "!", BLOCKS: "✗"}
-
-
-def as_lines(findings: list[Finding]) -> list[str]:
-    """For a terminal: a line each, the fix below it."""
-    width = max(len(one.check) for one in findings)
-    lines = []
-    for one in findings:
-        lines.append(f"{MARKS[one.status]} {one.check:{width}}  {one.message}")
-        if one.fix:
-            lines.append(f"  {'':{width}}  → {one.fix}")
-    return lines
-
-
-def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in findings]
-
-
-def blocked(findings: list[Finding]) -> bool:
-    return any(one.status == BLOCKS for one in findings)

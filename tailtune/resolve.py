@@ -1,5 +1,6 @@
 """The first step: recipe and run parameters become one checked run."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,27 @@ from tailtune.identity import has_trained, refuse_other_settings
 from tailtune.log import log
 from tailtune.manifest import write_json
 from tailtune.recipe import parse_recipe, with_overrides, without_secrets
-from tailtune.run import RUN_NAME, Run
+from tailtune.run import MOUNTS, RUN_NAME, Run
 
 
 def resolve_run(
     recipe_json: str,
     overrides: Mapping[str, Any],
-    name: str,
+    run_name: str,
+    pipeline_run: str,
     data_dir: str,
     models_dir: str,
     workspace_dir: str,
     local: bool,
 ) -> Run:
-    """Check everything that can be checked without data, and write `run.json`. Raises UserError."""
+    """Check everything that can be checked without data, and write `run.json`. Raises UserError.
+
+    A run without a name takes the id of the pipeline's run.
+    """
     from tailtune.train.arguments import check_trainer_arguments
     from tailtune.train.hardware import find_profile
 
+    name = run_name or pipeline_run
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"run_name '{name}': use letters, digits, '-', '_' and '.', at most 100")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
@@ -32,15 +38,16 @@ def resolve_run(
         raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node; set num_nodes=1")
     check_trainer_arguments(recipe)
     find_profile("cpu", recipe.hardware.profile)
-    directories = {
-        field: Path(text.replace("{run}", name))
-        for field, text in (
-            ("data_dir", data_dir),
-            ("models_dir", models_dir),
-            ("workspace_dir", workspace_dir),
-        )
-    }
-    run = Run(name=name, recipe=recipe, local=local, **directories)
+    given = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
+    for field, text in given.items():
+        if not local and not (text.startswith(f"{MOUNTS[field]}/") and text.endswith("/{run}")):
+            raise UserError(f"{field} '{text}': give a directory below {MOUNTS[field]}, where the volume is, that ends "
+                            "in /{run}, so that runs do not share it")  # fmt: skip
+    directories = {field: Path(text.replace("{run}", name)) for field, text in given.items()}
+    run = Run(name=name, recipe=recipe, local=local, pipeline_run="" if local else pipeline_run, **directories)
+    if not local:
+        free = ", ".join(f"{MOUNTS[field]} {_free_gigabytes(path)} GB" for field, path in directories.items())
+        log.info("resolve: free on the volumes: %s", free)
     if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
     write_json(run.run_path, run.model_dump(mode="json"))
@@ -51,3 +58,9 @@ def resolve_run(
         without_secrets(recipe.data.source),
     )
     return run
+
+
+def _free_gigabytes(directory: Path) -> str:
+    while not directory.exists():
+        directory = directory.parent
+    return f"{shutil.disk_usage(directory).free / 1e9:.0f}"

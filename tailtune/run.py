@@ -12,6 +12,10 @@ RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 """A run's name is a directory's name."""
 
 
+MOUNTS = {"data_dir": "/shared/data", "models_dir": "/shared/models", "workspace_dir": "/shared/workspace"}
+"""Where the claims are mounted in every pod of a cluster, steps and training alike."""
+
+
 class Run(Config):
     """What every step is given. Travels as one JSON parameter."""
 
@@ -23,6 +27,8 @@ class Run(Config):
     """This run's directory on the model volume."""
     workspace_dir: Path
     """This run's directory on the workspace volume: reports, logs, caches."""
+    pipeline_run: str = ""
+    """Id of the pipeline's run: of several runs of this name, one."""
     local: bool
     """Whether the run is on one machine, with the recipe's `local:` overlay."""
 
@@ -55,9 +61,9 @@ class Run(Config):
         return self._of_all_runs("prefix_cache")
 
     @property
-    def promotion_path(self) -> Path:
-        """What the recipe's last run that passed the gate was made from."""
-        return self._of_all_runs("promoted") / f"{self.recipe.name}.json"
+    def promotions_dir(self) -> Path:
+        """What the last runs that passed the gate were made from."""
+        return self._of_all_runs("promoted")
 
     def _of_all_runs(self, name: str) -> Path:
         """Local runs lie in runs/NAME/, those of a cluster in a directory NAME on each volume."""

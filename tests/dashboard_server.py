@@ -85,16 +85,22 @@ class Server(HttpServer):
                 self.on_run(run)
                 return run
             case "GET", ["runs"]:
-                return {"runs": [*self.runs.values(), *self._scheduled_runs()]}
+                runs = [{"state": "RUNNING", **one} for one in self.runs.values()]
+                return {"runs": [*runs, *self._scheduled_runs()]}
             case "POST", ["runs", run] if run.endswith(":terminate"):
-                self.terminated.append(run.removesuffix(":terminate"))
+                run = run.removesuffix(":terminate")
+                if self.runs.get(run, {}).get("state", "RUNNING") not in ("PENDING", "RUNNING", "PAUSED"):
+                    raise Refused(400, f"InvalidInputError: Failed to terminate run {run}. Row not found")
+                self.terminated.append(run)
+                if run in self.runs:
+                    self.runs[run]["state"] = "CANCELING"
                 return {}
             case "GET", ["runs", run]:
                 if run not in self.runs:
                     raise Refused(404, f"run {run} not found")
                 state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
                 tasks = [{"display_name": "train-stage", "state": state}]
-                return {**self.runs[run], "state": state, "run_details": {"task_details": tasks}}
+                return {"state": state, **self.runs[run], "run_details": {"task_details": tasks}}
             case "POST", ["recurringruns"]:
                 body = self._body(content, "V2beta1RecurringRun")
                 self._version_exists(body["pipeline_version_reference"], latest=True)

@@ -212,7 +212,7 @@ class Server(HttpServer):
     def install_trainer(self, *, only: bool = False) -> None:
         """Kubeflow Trainer, and the roles for it in deploy/; `only`: instead of the Training Operator."""
         self.operators = [self.trainer] if only else [self.operator, self.trainer]
-        self.groups = [*(g for g in self.groups if not (only and g == self.operator.group)), self.trainer.group]
+        self.groups.append(self.trainer.group)  # kubeflow.org stays: notebooks are of that group too
         for path in ("components/trainjob/role.yaml", "cluster-admin/training-runtimes.yaml"):
             for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
                 self.allowed += rules(manifest) if "rules" in manifest else []

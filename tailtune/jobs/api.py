@@ -74,7 +74,7 @@ class Cluster:
 
         def before_sleep(attempt: tenacity.RetryCallState) -> None:
             error = attempt.outcome.exception() if attempt.outcome else None
-            log.warning("train: the cluster's API fails (%s), trying again", in_words(error))
+            log.warning("the cluster's API fails (%s), trying again", in_words(error))
 
         def before(attempt: tenacity.RetryCallState) -> None:
             if attempt.attempt_number > 1:
@@ -98,7 +98,7 @@ class Cluster:
             if not temporary(error):
                 raise
             raise UserError(f"the cluster's API has not answered for {patience:.0f} s: {in_words(error)}; "
-                            "the job goes on, run again to follow it") from None  # fmt: skip
+                            "a job that runs goes on; try again") from None  # fmt: skip
 
     def _token(self) -> str:
         return str(self.configuration.api_key.get("authorization"))
@@ -120,7 +120,10 @@ class Cluster:
             review = client.V1SelfSubjectAccessReview(spec=mine)
             answer = self.call(lambda: self.authorization.create_self_subject_access_review(review))
         else:
-            theirs = client.V1SubjectAccessReviewSpec(resource_attributes=attributes, user=user)
+            groups = ["system:authenticated"]
+            if user.startswith("system:serviceaccount:"):
+                groups += ["system:serviceaccounts", f"system:serviceaccounts:{self.namespace}"]
+            theirs = client.V1SubjectAccessReviewSpec(resource_attributes=attributes, user=user, groups=groups)
             review = client.V1LocalSubjectAccessReview(
                 api_version="authorization.k8s.io/v1", kind="LocalSubjectAccessReview",
                 metadata=client.V1ObjectMeta(namespace=self.namespace), spec=theirs)  # fmt: skip

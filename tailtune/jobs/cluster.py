@@ -146,7 +146,7 @@ def choose_kind(cluster: Cluster, wanted: str) -> tuple[Jobs, str]:
     for name, kind in KINDS.items():
         if wanted not in ("auto", name):
             continue
-        jobs = _find(cluster, kind)
+        jobs = find_kind(cluster, kind)
         if jobs is None:
             reasons.append(f"{kind.KIND} does not exist here")
         elif not cluster.may("create", kind.GROUP, kind.PLURAL):
@@ -157,7 +157,7 @@ def choose_kind(cluster: Cluster, wanted: str) -> tuple[Jobs, str]:
     raise UserError(f"no training job can be made in {cluster.namespace}: {'; '.join(reasons)}; run tailtune doctor")
 
 
-def _find(cluster: Cluster, kind: Any) -> Jobs | None:
+def find_kind(cluster: Cluster, kind: Any) -> Jobs | None:
     """None when the API does not know the kind."""
     path = f"/apis/{kind.GROUP}/{kind.VERSION}"
     try:
@@ -382,9 +382,15 @@ class Follower:
                 self._say(name, waits[1], f"pod {name} waits ({waits[0]}): {waits[1]}")
 
 
-def cancel(run: str, cluster: Cluster, *, dry_run: bool = False) -> list[str]:
-    """Delete the jobs of a run that have not ended, of every kind; their names."""
-    return _delete_all(cluster, f"{MANAGED},tailtune.io/run={label_value(run)}", lambda manifest: True, dry_run)
+def cancel(
+    cluster: Cluster, *, run: str | None = None, pipeline_run: str | None = None, dry_run: bool = False
+) -> list[str]:
+    """Delete the jobs, of every kind, that have not ended: of runs by name, or of one run of the pipeline by its id.
+
+    Returns their names. Raises UserError when this account may not look.
+    """
+    label = f"run={label_value(run)}" if run else f"pipeline-run={label_value(pipeline_run or '')}"
+    return _delete_all(cluster, f"{MANAGED},tailtune.io/{label}", lambda manifest: True, dry_run)
 
 
 def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
@@ -398,24 +404,30 @@ def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
 
 
 def _delete_all(cluster: Cluster, selector: str, wanted: Callable[[dict[str, Any]], bool], dry_run: bool) -> list[str]:
-    names = []
+    names, refused, looked = [], "", False
     for kind in KINDS.values():
         jobs = Jobs(cluster, kind)
         try:
             found = jobs.find(selector)
         except client.ApiException as error:
-            if error.status in (403, 404):  # no such kind here, or none that this account may see
-                continue
-            raise
+            if error.status not in (403, 404):
+                raise
+            refused = refused or (in_words(error) if error.status == 403 else "")
+            continue
+        looked = True
         for manifest in found:
             going = manifest["metadata"].get("deletionTimestamp")
             if not going and kind.state(manifest)[0] in ("waiting", "running") and wanted(manifest):
                 names.append(name := manifest["metadata"]["name"])
                 if not dry_run:
                     jobs.delete(name)
+    if refused and not looked:
+        raise UserError(f"this account may not see training jobs in {cluster.namespace}: {refused}; oc whoami")
     return names
 
 
 def _this_pod() -> str:
     """Name of the step's pod; empty outside a cluster, where nobody can see whether the launcher lives."""
-    return os.environ.get("HOSTNAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
+    if not os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return ""
+    return os.environ.get("KFP_POD_NAME") or os.environ.get("HOSTNAME", "")  # Linux cuts the latter at 63 characters

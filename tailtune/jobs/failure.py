@@ -47,7 +47,6 @@ CLASSES = (
           "ask for fewer nodes or less (resources.*), wait for the queue, or set resources.tolerations"),
 )  # fmt: skip
 CODE = Class("code", "", "the lines above show where; the whole log is in the pod")
-DATA = Class("data or settings", "", "")
 
 
 def classify(text: str) -> Class:

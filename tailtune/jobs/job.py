@@ -21,8 +21,6 @@ class Pod:
     """Name of the GPU resource, of which a pod asks one per rank; empty for training on the CPU."""
     volumes: tuple[tuple[str, str], ...]
     """(claim, the directory where every pod sees it)."""
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    """Secret → the directory where its keys lie as files."""
     kind: str = "auto"
     """`pytorchjob`, `trainjob`, or what the cluster has."""
     queue: str = ""
@@ -73,5 +71,9 @@ def job_name(run: str, stage: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """The text as a value of a Kubernetes label: letters, digits, '-', '_', '.', at most 63."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
+    """The text as a value of a Kubernetes label: letters, digits, '-', '_', '.', at most 63.
+
+    Another text has another value: one that had to be changed carries a digest.
+    """
+    value = re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
+    return value if value == text else f"{value[:54].strip('-_.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

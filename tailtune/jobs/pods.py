@@ -27,7 +27,7 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
     pod = job.pod
     assert pod is not None
     claims = dict.fromkeys(claim for claim, _ in pod.volumes)
-    mounts = (*pod.volumes, *pod.secrets.items())
+    mounts = pod.volumes
     gpus = {pod.gpu: str(job.ranks_per_node)} if pod.gpu else {}
     environment = {**CACHES, **job.environment}
     return {
@@ -76,7 +76,6 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
             ],
             "volumes": [
                 *({"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in claims),
-                *({"name": name, "secret": {"secretName": name}} for name in pod.secrets),
                 {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL and data loaders
                 {"name": "scratch", "emptyDir": {}},
             ],

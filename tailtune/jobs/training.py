@@ -8,7 +8,7 @@ from tailtune.jobs import local
 from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
 from tailtune.log import log
 from tailtune.manifest import read_manifest, write_text
-from tailtune.run import Run
+from tailtune.run import MOUNTS, Run
 
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
@@ -52,6 +52,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         "app.kubernetes.io/managed-by": "tailtune",
         "app.kubernetes.io/instance": label_value(run.name),
         "tailtune.io/run": label_value(run.name),
+        "tailtune.io/pipeline-run": label_value(run.pipeline_run),
         "tailtune.io/recipe": recipe.name,
         "tailtune.io/stage": stage.name,
     }
@@ -63,9 +64,9 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         memory_request=resources.memory_request,
         gpu=resources.gpu,
         volumes=(
-            (claims.data_claim, str(run.data_dir.parent)),
-            (claims.models_claim, str(run.models_dir.parent)),
-            (claims.workspace_claim, str(run.workspace_dir.parent)),
+            (claims.data_claim, MOUNTS["data_dir"]),
+            (claims.models_claim, MOUNTS["models_dir"]),
+            (claims.workspace_claim, MOUNTS["workspace_dir"]),
         ),
         kind=resources.job_kind,
         queue=resources.queue,

@@ -158,7 +158,7 @@ def base_model(name: str, **overrides: Any) -> Call:
 
 
 def resolve(recipe_json: Callable[[], str], **overrides: Any) -> Call:
-    return in_step(lambda place: resolve_run(recipe_json(), overrides, "run", *["TMP"] * 3, local=False))
+    return in_step(lambda place: resolve_run(recipe_json(), overrides, "run", "id", *["TMP"] * 3, local=False))
 
 
 def train_layers(place: Place) -> None:
@@ -388,6 +388,8 @@ RECIPES: list[Row] = [
      "recipe with epochs: stages.0: trainer.num_train_epochs must be a finite number above 0, found -1.0"),
     ("dashboard: trainer argument", resolve(lambda: tiny_recipe(**{"stages.0.trainer.warmup": 1}).to_json()), 1,
      "stages.0.trainer.warmup is no argument of trl.SFTConfig, did you mean"),
+    ("dashboard: directory", resolve(lambda: tiny_recipe().to_json()), 1,
+     "data_dir 'TMP': give a directory below /shared/data, where the volume is, that ends in /{run}"),
     ("dashboard: profile", resolve(lambda: tiny_recipe(**{"hardware.profile": "B200"}).to_json()), 1,
      "hardware.profile 'B200' is not known"),
 ]  # fmt: skip

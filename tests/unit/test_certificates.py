@@ -91,8 +91,13 @@ def test_what_is_no_certificate_is_refused(
         trust_mounted_certificates()
 
 
-def test_a_bundle_that_the_user_chose_is_kept(own_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_the_platform_has_set_is_added_to(
+    own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = tmp_path / "platform.crt"
+    platform.write_text("# the platform's\n")
     monkeypatch.setenv("TAILTUNE_CA_FILE", str(own_server[1]))
-    monkeypatch.setenv("SSL_CERT_FILE", "/mine.crt")
+    monkeypatch.setenv("SSL_CERT_FILE", str(platform))
     trust_mounted_certificates()
-    assert os.environ["SSL_CERT_FILE"] == "/mine.crt"
+    text = Path(os.environ["SSL_CERT_FILE"]).read_text()
+    assert text.startswith("# the platform's\n") and text.count("BEGIN CERTIFICATE") == 1

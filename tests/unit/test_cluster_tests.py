@@ -48,3 +48,4 @@ def test_they_pass_where_everything_is_right(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout and "neither oc nor kubectl is here" in done.stdout
     assert len(pipelines.terminated) == 2 and not kubernetes.jobs and not pipelines.recurring
+    assert all(b"accelerator" not in file for file in pipelines.files.values()), "its runs need no GPU"

@@ -369,7 +369,7 @@ def job(make_run: Callable[..., Run]) -> Job:
     run = make_run().model_copy(update={"local": False})
     job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json", "registry/trainer:1")
     assert job.pod is not None
-    return replace(job, pod=replace(job.pod, secrets={"hub-token": "/secrets/hub-token"}, queue="tailtune"))
+    return replace(job, pod=replace(job.pod, queue="tailtune"))
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:

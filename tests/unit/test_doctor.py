@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from kubernetes_server import Server, cluster
 
-from tailtune import __version__, doctor
+from tailtune import __version__, doctor, findings, images
 from tailtune.cli import main
 from tailtune.errors import UserError
 from tailtune.recipe import load_recipe
@@ -62,9 +62,9 @@ def allow_servers(server: Server) -> None:
     ("fault", "arguments", "message", "fix"),
     [
         (lambda s: s.claims.discard("workspace-pvc"), [], "does not exist", "oc apply -k deploy/"),
-        (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "set -p num_nodes=1"),
-        (lambda s: setattr(s, "groups", ["apps"]), [], "no PyTorchJob and no TrainJob", "oc edit datasciencecluster"),
-        (lambda s: s.groups.remove("kubeflow.org"), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
+        (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "in deploy/"),
+        (lambda s: s.operators.clear(), [], "no PyTorchJob and no TrainJob", "oc edit datasciencecluster"),
+        (lambda s: s.install_trainer(only=True), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
          "trainingoperator"),
         (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
          "may not patch trainjobs", "components/trainjob"),
@@ -79,21 +79,22 @@ def allow_servers(server: Server) -> None:
         (lambda s: forbid(s, "pods/log"), [], "may not get pods/log in lyric-professor",
          "oc policy add-role-to-user edit"),
         (lambda s: None, ["-p", "queue=team"], "may not be read by this account: not checked", ""),
-        (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "does not exist",
-         "oc get localqueue; then -p queue=NAME"),
+        (lambda s: (s.allowed.append(("get", "kueue.x-k8s.io", "*")), s.groups.append("kueue.x-k8s.io")),
+         ["-p", "queue=team"], "does not exist", "oc get localqueue; then -p queue=NAME"),
+        (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "has no Kueue", "-p queue="),
         (lambda s: quota(s, "3", "0"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 0 of 3 used", "lower -p num_nodes="),
         (lambda s: quota(s, "8", "6"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 6 of 8 used", "lower -p num_nodes="),
-        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "does not exist",
-         "oc create secret generic data-connection --from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor"),
+        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "not there; needed for data on S3",
+         "--from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor; then -p s3_secret=NAME"),
         (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
-         "has no key token", "oc delete secret huggingface-token; oc create secret generic huggingface-token"),
+         "has no key token, so it is of no use", "then -p hf_secret=NAME"),
         (allow_images, [], "is not built",
          "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
         (allow_servers, [], "project lyric-professor has none that is ready", "Configure pipeline server"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
     ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
-         "runtime not readable", "permission", "token", "logs", "queue not readable", "no such queue",
+         "runtime not readable", "permission", "token", "logs", "queue not readable", "no such queue", "no Kueue",
          "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
          "no pipeline server", "no queue named"],
 )  # fmt: skip
@@ -107,14 +108,15 @@ def test_a_finding_names_what_is_wrong_and_the_fix(
 ) -> None:
     fault(server)
     result = invoke(*arguments, "--json")
-    findings = [one for one in json.loads(result.output) if one["status"] != "ok"]
-    assert any(message in one["message"] and fix in one["fix"] for one in findings), findings
-    assert result.exit_code == any(one["status"] == "blocks" for one in findings)
+    found = [one for one in json.loads(result.output) if one["status"] != "ok"]
+    assert any(message in one["message"] and fix in one["fix"] for one in found), found
+    assert result.exit_code == any(one["status"] == "blocks" for one in found)
 
 
-def test_one_node_is_content_with_a_volume_for_one_node(server: Server) -> None:
+def test_one_node_is_warned_of_a_volume_for_one_node(server: Server) -> None:
     server.access_mode = "ReadWriteOnce"
-    assert invoke("-p", "num_nodes=1").exit_code == 0
+    result = invoke("-p", "num_nodes=1")
+    assert result.exit_code == 0 and "when they come to different nodes" in result.output
 
 
 def test_no_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_other_packages_than_needed_are_found(monkeypatch: pytest.MonkeyPatch) -
         doctor.metadata, "requires", lambda name: ["torch>=99", "nothing-of-this-name", 'ruff; extra == "dev"']
     )
     (packages,) = [one for one in doctor.local_findings() if one.check == "packages"]
-    assert packages.status == doctor.BLOCKS and "needed >=99; nothing-of-this-name is missing" in packages.message
+    assert packages.status == findings.BLOCKS and "needed >=99; nothing-of-this-name is missing" in packages.message
     assert "ruff" not in packages.message
 
 
@@ -145,7 +147,7 @@ def test_what_is_there_is_said_without_its_content(server: Server) -> None:
     assert result.exit_code == 0 and "✗" not in result.output, result.output
     for words in ("there, with token", "room for 4 pods",
                   f"tailtune-trainer:{__version__} is in project lyric-professor",
-                  "not there; only needed for data on S3"):  # fmt: skip
+                  "not there; needed for data on S3"):  # fmt: skip
         assert words in result.output
     assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
 
@@ -193,8 +195,21 @@ def test_the_first_step_of_a_run_ends_with_what_blocks_and_its_fix(
         doctor.refuse_blocked(load_recipe("survival"))
     assert str(error.value) == (
         "volume training-data-pvc: is ReadWriteOnce, and 4 nodes need ReadWriteMany (2 more above); "
-        "give it a class with ReadWriteMany in deploy/, or set -p num_nodes=1"
+        "give it a class with ReadWriteMany in deploy/"
     )
     server.claims.add("workspace-pvc")
     server.access_mode = "ReadWriteMany"
     doctor.refuse_blocked(load_recipe("survival"))
+
+
+def test_what_is_not_for_every_pod_or_not_named_by_a_tag_stops_nobody(server: Server) -> None:
+    quota(server, "0", "0")
+    server.objects["resourcequotas", "lyric-professor/gpus"]["spec"] = {"scopes": ["BestEffort"]}
+    server.objects[SECRET] = {"data": {"HF_TOKEN": "eA=="}}
+    allow_images(server)
+    doctor.refuse_blocked(load_recipe("survival"), images=(images.TRAINER.replace(":0", "@sha256:0"), "quay.io/me/a:1"))
+
+
+def test_other_registries_are_not_checked(server: Server) -> None:
+    allow_images(server)
+    assert "quay.io/me/tailtune-trainer" in invoke("--image-registry", "quay.io/me").output

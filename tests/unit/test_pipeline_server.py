@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,8 @@ import pipeline_server
 from tailtune.errors import UserError
 from tailtune.recipe import load_recipe
 
-COMPILED = Path(pipeline.__file__).parent / "compiled" / "survival.yaml"
+ROOT = Path(pipeline.__file__).parent
+COMPILED = ROOT / "compiled" / "survival.yaml"
 
 
 @pytest.fixture
@@ -179,9 +183,7 @@ def test_the_dashboards_address(server: Server, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_cancelling_ends_the_run_and_deletes_its_job(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelling_ends_the_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mine", "other"):
         assert invoke("--submit", "--run-name", name).exit_code == 0
     run = next(one for one, content in server.runs.items() if content["display_name"] == "mine")
@@ -189,18 +191,81 @@ def test_cancelling_ends_the_run_and_deletes_its_job(
     result = invoke("--cancel", "mine")
     assert result.exit_code == 0 and server.terminated == [run]
     assert "jobs are left to the run's own steps: no cluster to talk to" in result.stderr
+    again = invoke("--cancel", run)
+    assert again.exit_code == 0 and server.terminated == [run], "a run that is ending is not told twice"
+    server.runs[run]["state"] = "CANCELED"
+    assert invoke("--cancel", "mine").exit_code == 2
+
+
+def test_cancelling_deletes_the_jobs_of_the_run_whatever_it_is_called(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("--submit", "--run-name", "mine").exit_code == 0
+    (run,) = server.runs
+    server.runs[run]["display_name"] = "Duplicate of mine"
     with cluster(tmp_path / "cluster") as there:
         monkeypatch.setenv("KUBECONFIG", str(there.kubeconfig))
-        for label, name in (("mine", "job-a"), (run, "job-b"), ("other", "job-c")):
-            metadata = {"name": name, "labels": {"app.kubernetes.io/managed-by": "tailtune", "tailtune.io/run": label}}
-            there.jobs[name] = {"kind": "PyTorchJob", "metadata": metadata, "status": {}}
-            there.pods[name] = []
-        result = invoke("--cancel", run)
-        assert result.exit_code == 0 and "1 runs ended, 1 jobs deleted" in result.stderr
-        result = invoke("--cancel", "mine")
-        assert result.exit_code == 0 and "job-a" in result.stdout
+
+        def jobs(*labels: dict[str, str]) -> None:
+            for number, own in enumerate(labels):
+                managed = {"app.kubernetes.io/managed-by": "tailtune", **own}
+                there.jobs[f"job-{number}"] = {"kind": "PyTorchJob", "status": {},
+                                               "metadata": {"name": f"job-{number}", "labels": managed}}  # fmt: skip
+                there.pods[f"job-{number}"] = []
+
+        jobs({"tailtune.io/run": "mine"}, {"tailtune.io/pipeline-run": run}, {"tailtune.io/run": "other"})
+        result = invoke("--cancel", "Duplicate of mine")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == "job-0\njob-1\n" and "1 runs ended, 2 jobs deleted at http://127" in result.stderr
         nobody = invoke("--cancel", "nobody")
-    assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
+        assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
+        there.allowed = [one for one in there.allowed if one[1] != "kubeflow.org"]
+        refused = invoke("--cancel", "mine")
+        assert refused.exit_code == 2 and "may not see training jobs" in refused.stderr
+
+
+def test_a_run_is_not_made_twice_when_its_answer_is_lost(server: Server) -> None:
+    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    pipeline_id, version = there.upload(COMPILED, "survival", "one")
+    there.call(there.client.create_experiment, "tailtune", namespace=NAMESPACE)
+    asked = []
+
+    def break_off(*args: object, **kwargs: object) -> None:
+        asked.append(1)
+        raise ConnectionError("the answer is lost")
+
+    there.client.run_pipeline = break_off
+    with pytest.raises(UserError, match="does not answer: the answer is lost"):
+        there.start(pipeline_id, version, experiment="tailtune", run_name="mine", parameters={})
+    assert len(asked) == 1
+
+
+def test_another_registry_or_other_nodes_are_compiled_for_the_run(server: Server, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "pipeline.py"), "--submit", "--image-registry", "quay.io/me",
+               "-p", "resources.gpu=", "-p", "resources.node_selector={pool: cpu}"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = next(iter(server.files.values())).decode()
+    assert "quay.io/me/tailtune-trainer" in text and "image-registry.openshift" not in text
+    assert "accelerator" not in text
+    wrong = subprocess.run([*command[:3], "--image-registry", "https://quay.io"], cwd=tmp_path, env=environment,
+                           capture_output=True, text=True)  # fmt: skip
+    assert wrong.returncode == 2 and "give HOST[:PORT]/PROJECT without scheme and tag" in wrong.stderr
+
+
+def test_the_overrides_are_the_runs_not_the_versions(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = json.loads(load_recipe("survival").to_json()) | {"name": "mine", "local": {}}
+    Path("mine.json").write_text(json.dumps(recipe))
+    for arguments in (["-p", "epochs=1"], ["-p", "epochs=2"]):
+        assert invoke("--submit", "--recipe", "mine.json", *arguments).exit_code == 0
+    assert len(server.versions) == 1, "the same file, so the same version"
+    Path("mine.json").write_text(json.dumps({**recipe, "name": "survival", "seed": 1}))
+    named = invoke("--submit", "--recipe", "mine.json")
+    assert named.exit_code == 2 and "give it another name" in named.stderr
 
 
 def test_an_interval(server: Server) -> None:

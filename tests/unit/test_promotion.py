@@ -41,7 +41,13 @@ def test_the_same_data_and_settings_end_a_run_early(tmp_path: Path, rows: Path, 
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"learning_rate": 1e-3}, {"seed": 7}, {"model_revision": "v2"}, {"data.skip_unchanged": False}],
+    [
+        {"learning_rate": 1e-3},
+        {"seed": 7},
+        {"model_revision": "v2"},
+        {"gate.0.threshold": 0.1},
+        {"data.skip_unchanged": False},
+    ],
     ids=str,
 )
 def test_other_settings_are_trained(tmp_path: Path, rows: Path, promoted: Run, overrides: dict[str, object]) -> None:
@@ -65,12 +71,20 @@ def test_a_model_that_is_gone_is_trained_again(tmp_path: Path, rows: Path, promo
 def test_a_rejected_run_is_no_reason(tmp_path: Path, rows: Path, promoted: Run) -> None:
     tuesday = make_run(tmp_path, "tuesday", rows)
     record_promotion(tuesday, passed=False)
-    assert read_json(tuesday.promotion_path)["run"] == "monday", "the verdict on another run changes nothing"
+    (path,) = promoted.promotions_dir.iterdir()
+    assert read_json(path)["run"] == "monday", "the verdict on another run changes nothing"
     record_promotion(promoted, passed=False)
     assert unchanged_since(tuesday) is None
 
 
 def test_promoting_again_changes_no_file(promoted: Run) -> None:
-    before = promoted.promotion_path.stat().st_mtime_ns
+    (path,) = promoted.promotions_dir.iterdir()
+    before = path.stat().st_mtime_ns
     record_promotion(promoted, passed=True)
-    assert promoted.promotion_path.stat().st_mtime_ns == before
+    assert path.stat().st_mtime_ns == before
+
+
+def test_two_schedules_of_a_recipe_do_not_forget_each_other(tmp_path: Path, rows: Path, promoted: Run) -> None:
+    other = make_run(tmp_path, "other", rows, epochs=9)
+    record_promotion(other, passed=True)
+    assert unchanged_since(make_run(tmp_path, "tuesday", rows)) is not None

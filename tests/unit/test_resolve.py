@@ -9,12 +9,18 @@ from conftest import tiny_recipe
 from tailtune.errors import UserError
 from tailtune.recipe import without_secrets
 from tailtune.resolve import resolve_run
-from tailtune.run import Run
+from tailtune.run import MOUNTS, Run
+
+
+@pytest.fixture(autouse=True)
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("data", "models", "workspace"):
+        monkeypatch.setitem(MOUNTS, f"{kind}_dir", str(tmp_path / kind))
 
 
 def resolve(folder: Path, name: str = "mine", *, local: bool = False, **overrides: object) -> Run:
     places = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
-    return resolve_run(tiny_recipe().to_json(), overrides, name, *places, local=local)
+    return resolve_run(tiny_recipe().to_json(), overrides, name, "", *places, local=local)
 
 
 def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) -> None:
@@ -28,6 +34,22 @@ def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) 
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"run_name .*: use letters, digits"):
         resolve(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_name_goes_by_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    places = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+    run = resolve_run(tiny_recipe().to_json(), {}, "", "0f3c-id", *places, local=False)
+    assert run.name == run.pipeline_run == "0f3c-id" and run.models_dir == tmp_path / "models" / "0f3c-id"
+    assert resolve_run(tiny_recipe().to_json(), {}, "mine", "another", *places, local=True).pipeline_run == ""
+
+
+@pytest.mark.parametrize("models_dir", ["TMP/elsewhere/{run}", "TMP/models", "TMP/models/shared", "TMP/models/{run}/x"])
+def test_directories_that_no_pod_shares_or_that_runs_share_are_refused(tmp_path: Path, models_dir: str) -> None:
+    places = [str(tmp_path / "data" / "{run}"), models_dir.replace("TMP", str(tmp_path)),
+              str(tmp_path / "workspace" / "{run}")]  # fmt: skip
+    with pytest.raises(UserError, match=r"models_dir '.*': give a directory below .*/models, .* that ends in /\{run\}"):
+        resolve_run(tiny_recipe().to_json(), {}, "mine", "id", *places, local=False)
     assert not list(tmp_path.iterdir())
 
 
