@@ -162,7 +162,10 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_one_line_errors
 def gc(namespace: str | None, dry_run: bool) -> None:
-    """Delete training jobs that no pipeline step waits for any more."""
+    """Delete training jobs that no pipeline step waits for any more.
+
+    A step that is between two attempts does not wait either: its next attempt makes the job again, and resumes.
+    """
     from tailtune.jobs import cluster
 
     _say_deleted(cluster.collect_garbage(cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)

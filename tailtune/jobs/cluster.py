@@ -361,13 +361,13 @@ class Follower:
         """Log the line, when what the pod or the job waits for is not what was said last."""
         if self._said.get(name) != why:
             self._said[name] = why
-            log.info("train: %s", line)
+            log.info("%s", line)
 
     def _say_no_pods(self, why: str) -> None:
         if not why and time.monotonic() - self.created_at > NO_PODS_SECONDS:
-            why = f"has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {self.job.name}"
+            why = f"it has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {self.job.name}"
         if why:
-            self._say(self.job.name, why, f"job {self.job.name} {why}")
+            self._say(self.job.name, why, f"train: job {self.job.name} is held back: {why}")
 
     def _say_pending(self, pods: list[dict[str, Any]]) -> None:
         for pod in pods:
@@ -379,7 +379,7 @@ class Follower:
             if waits is None:
                 self._said.pop(name, None)
             else:
-                self._say(name, waits[1], f"pod {name} waits ({waits[0]}): {waits[1]}")
+                self._say(name, waits[1], f"train: pod {name} waits ({waits[0]}): {waits[1]}")
 
 
 def cancel(

@@ -76,4 +76,5 @@ def label_value(text: str) -> str:
     Another text has another value: one that had to be changed carries a digest.
     """
     value = re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
-    return value if value == text else f"{value[:54].strip('-_.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return value if value == text else f"{value[:54].strip('-_.')}-{digest}".strip("-")

@@ -103,8 +103,7 @@ def run_torchrun(
 
 def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
     """The ranks' lines, without the account that torchrun writes below them."""
-    own = tuple(takewhile(lambda line: not ACCOUNT.search(line), lines))
-    return own or tuple(lines)
+    return tuple(takewhile(lambda line: not ACCOUNT.search(line), lines))
 
 
 def first_failure(output: str, error_file: Path, status: int) -> str:

@@ -14,6 +14,8 @@ from http_server import NAMESPACE
 from kubernetes_server import Server
 from launchers import in_background, make_job, numbered, run, start_job, wait_until
 
+from components.stop_jobs import stop_jobs
+from tailtune.errors import UserError
 from tailtune.jobs import api, pytorchjob
 from tailtune.jobs import cluster as launcher
 from tailtune.jobs.job import JobFailed, job_name, label_value
@@ -246,9 +248,34 @@ def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkey
     del server.step_pods["step-two"]
     orphans = [job_name("one", "sft"), job_name("two", "sft")]
     assert sorted(launcher.collect_garbage(there, dry_run=True)) == sorted(orphans) == sorted(server.jobs)
-    assert launcher.cancel("two", there) == [job_name("two", "sft")]
+    assert launcher.cancel(there, run="two") == [job_name("two", "sft")]
     assert launcher.collect_garbage(there) == [job_name("one", "sft")]
     wait_until(lambda: not server.jobs)
+
+
+def test_the_last_step_of_a_run_deletes_its_own_jobs_alone(server: Server) -> None:
+    there = launcher.Cluster()
+    for name, pipeline_run in (("a", "one"), ("b", "another of the same name")):
+        labels = {"tailtune.io/run": "mine", "tailtune.io/pipeline-run": label_value(pipeline_run)}
+        job = make_job("long", name=f"job-{name}", labels={**labels, "app.kubernetes.io/managed-by": "tailtune"})
+        launcher.Jobs(there, pytorchjob).create(job)
+    stop_jobs.python_func(job_id="one")
+    wait_until(lambda: list(server.jobs) == ["job-b"])
+    stop_jobs.python_func(job_id="one")
+    assert list(server.jobs) == ["job-b"]
+
+
+def test_an_account_that_may_not_look_does_not_see_nothing(server: Server) -> None:
+    server.allowed = [one for one in server.allowed if one[1] != "kubeflow.org"]
+    with pytest.raises(UserError, match="this account may not see training jobs in lyric-professor: 403"):
+        launcher.cancel(launcher.Cluster(), run="mine")
+
+
+@pytest.mark.parametrize(("one", "other"), [("a" * 70, "a" * 71), ("a", "a_"), ("a b", "a-b"), ("A/B", "A-B")])
+def test_names_that_differ_have_labels_that_differ(one: str, other: str) -> None:
+    values = label_value(one), label_value(other)
+    assert values[0] != values[1]
+    assert all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value) for value in values)
 
 
 def test_the_server_is_strict(server: Server) -> None:

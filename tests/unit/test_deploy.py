@@ -286,7 +286,7 @@ def test_the_claims_are_those_of_the_recipes_and_several_nodes_may_write(
 
 def test_the_images_are_those_that_the_pipeline_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILTUNE_IMAGE_REGISTRY", raising=False)
-    images = runpy.run_path(str(ROOT / "components" / "images.py"))
+    images = runpy.run_path(str(ROOT / "tailtune" / "images.py"))
     manifests = render(DEPLOY)
     builds = of_kind(manifests, "BuildConfig")
     outputs = {build["metadata"]["name"]: build["spec"]["output"]["to"] for build in builds}

@@ -99,7 +99,7 @@ def test_pairs_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:
 
 
 TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_pvc", "trained_models_pvc",
-         "workspace_pvc")  # fmt: skip
+         "workspace_pvc", "hf_secret", "s3_secret", "ca_secret")  # fmt: skip
 
 
 @pytest.mark.parametrize(

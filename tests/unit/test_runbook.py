@@ -137,7 +137,7 @@ def test_every_command_line_parses(page: Path) -> None:
 
 def test_the_pages_hold_commands() -> None:
     """The reading above finds them."""
-    assert len(commands(RUNBOOK, "tailtune")) > 12 and len(commands(RUNBOOK, "pipeline.py")) > 12
+    assert len(commands(RUNBOOK, "tailtune")) > 10 and len(commands(RUNBOOK, "pipeline.py")) > 12
     assert len(commands(README, "tailtune")) > 5 and len(commands(README, "pipeline.py")) > 8
     assert ["ask", "How do I treat a nosebleed?", "--model", "both"] in commands(RUNBOOK, "tailtune")
     short = [word for one in ("num_nodes=1", "epochs=1", "data.max_rows=500") for word in ("-p", one)]
@@ -209,6 +209,8 @@ FOLDERS = ("recipes", "deploy", "docs", "compiled", "tests", "components", "tail
 def test_every_file_exists(page: Path) -> None:
     text = "\n".join(lines_of_code(page))
     for path in re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*)", text):
+        if Path(path).name.startswith("my."):
+            continue  # the reader's own
         named = ROOT / path
         assert named.exists() or list(named.parent.glob(f"{named.name}-*")), f"{page.name}: {path}"
     for folder in re.findall(r"oc (?:apply|delete) -k (\S+)", text):
@@ -376,7 +378,7 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         server.states = ["RUNNING", "SUCCEEDED"]
         watched = run("--submit", "--watch", "--run-name", "first")
         scheduled = run("--schedule", "0 2 * * *", "--schedule-name", "nightly") | run("--list-schedules")
-        assert run("--unschedule", "nightly") == set()
+        assert run("--unschedule", "nightly") == {"schedule 'nightly' deleted"}
     log.removeHandler(caplog.handler)
     watched |= {f"{MARK}{message}" for message in caplog.messages}
     assert {normal(line) for line in output_with("the run succeeded")} <= watched
@@ -398,7 +400,7 @@ def test_the_gate_prints_what_the_runbook_shows() -> None:
 def templates() -> tuple[str, ...]:
     """Regular expressions of all texts with holes in the code: f-strings, and formats of log lines."""
     found = []
-    for path in [ROOT / "pipeline.py", ROOT / "pipeline_server.py", *(ROOT / "tailtune").rglob("*.py")]:
+    for path in [*ROOT.glob("pipeline*.py"), *(ROOT / "tailtune").rglob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inner = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
         for node in ast.walk(tree):
@@ -448,7 +450,7 @@ OF_OTHERS = {
 def constants() -> str:
     """All texts of the code, in pieces between their holes."""
     found = []
-    for path in [ROOT / "pipeline.py", ROOT / "pipeline_server.py", *(ROOT / "tailtune").rglob("*.py")]:
+    for path in [*ROOT.glob("pipeline*.py"), *(ROOT / "tailtune").rglob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

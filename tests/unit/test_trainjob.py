@@ -88,7 +88,7 @@ def test_two_nodes_run_to_their_end_after_admission(trainer: Server, shown: Call
     err = shown()
     assert "the job is a TrainJob (as there is; PyTorchJob does not exist here)" in err
     assert numbered(err, 0) == numbered(err, 1) == list(range(40)) and "train: all 2 pods run" in err
-    assert err.count(f"train: job {next(iter(trainer.jobs))} waits for admission by the queue\n") == 1
+    assert err.count(f"train: job {next(iter(trainer.jobs))} is held back: waits for admission by the queue\n") == 1
     assert states[0] == ("waiting", "waits for admission by the queue")
     assert [labels["batch.kubernetes.io/job-completion-index"] for labels in states[1]] == ["0", "1"]
     assert all(labels["tailtune.io/run"] == "a-run" for labels in states[1])
