@@ -78,6 +78,11 @@ class Run(Config):
         return self.workspace_dir / "verdict.json"
 
     @property
+    def bad_input_path(self) -> Path:
+        """Why the training of a run cannot succeed, for the next attempt of its step."""
+        return self.workspace_dir / "bad_input.json"
+
+    @property
     def report_path(self) -> Path:
         """Local runs keep `data/`, `models/`, `workspace/` in one directory; the report lies beside them."""
         return self.workspace_dir.parent / "report.html" if self.local else self.workspace_dir / "report.html"

@@ -23,7 +23,7 @@ from tailtune.jobs import pods as look
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.api import CALL_TIMEOUT, Cluster, in_words
 from tailtune.jobs.failure import explain
-from tailtune.jobs.job import Job, JobFailed, label_value
+from tailtune.jobs.job import BadInput, Job, JobFailed, label_value
 from tailtune.jobs.logs import PodLog
 from tailtune.jobs.progress import Reporter
 from tailtune.log import log
@@ -306,10 +306,10 @@ class Follower:
             return True
         if state == "failed":
             self.close()
-            raise JobFailed(explain(job.name, bad, why))
+            raise _failed(job.name, bad, why)
         if any(failure.words.get("user_error") for failure in bad):  # a restart would meet the same bad input
             _delete(job.name, jobs)
-            raise JobFailed(explain(job.name, bad, why))
+            raise _failed(job.name, bad, why)
         now = time.monotonic()
         if self.started_at is None and len(pods) == job.num_nodes and all(map(look.is_running, pods)):
             self.started_at = now
@@ -380,6 +380,11 @@ class Follower:
                 self._said.pop(name, None)
             else:
                 self._say(name, waits[1], f"train: pod {name} waits ({waits[0]}): {waits[1]}")
+
+
+def _failed(name: str, failures: list[look.Failure], why: str) -> JobFailed:
+    bad_input = any(failure.words.get("user_error") for failure in failures)
+    return (BadInput if bad_input else JobFailed)(explain(name, failures, why))
 
 
 def cancel(

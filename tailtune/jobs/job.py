@@ -57,6 +57,10 @@ class JobFailed(UserError):
     """A job that did not succeed: the first failing rank, its exit status, and what to look at."""
 
 
+class BadInput(JobFailed):
+    """A job that would fail in the same way again: the line that a rank wrote for the user."""
+
+
 NAME_LENGTH = 40
 """Leaves room for what operators add: pods are called NAME-worker-12, at most 63 characters."""
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from tailtune.errors import UserError
 from tailtune.identity import claim_checkpoints, training_key
 from tailtune.jobs import local
-from tailtune.jobs.job import Job, JobFailed, Pod, job_name, label_value
+from tailtune.jobs.job import BadInput, Job, JobFailed, Pod, job_name, label_value
 from tailtune.log import log
-from tailtune.manifest import read_manifest, write_text
+from tailtune.manifest import read_json, read_manifest, write_json, write_text
 from tailtune.run import MOUNTS, Run
 
 
@@ -33,13 +33,28 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
     if run.local:
         local.run_job(job)
     else:
-        from tailtune.jobs import cluster
-
-        cluster.run_job(job, cluster.Cluster())
+        _run_on_cluster(run, job)
     if read_manifest(run.best_model_dir, key) is None:  # succeeded, but not on the volume that is mounted here
         raise JobFailed(f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model; mount the same volume "
                         "in this step and in the job's pods")  # fmt: skip
     return run.best_model_dir
+
+
+def _run_on_cluster(run: Run, job: Job) -> None:
+    """Run the job, unless it has failed in this run already in a way that another attempt would meet again.
+
+    The platform tries a step again whatever its reason, so the reason is left on the volume.
+    """
+    from tailtune.jobs import cluster
+
+    told = read_json(run.bad_input_path)
+    if told and told["pipeline_run"] == run.pipeline_run != "":
+        raise BadInput(told["message"])
+    try:
+        cluster.run_job(job, cluster.Cluster())
+    except BadInput as error:
+        write_json(run.bad_input_path, {"pipeline_run": run.pipeline_run, "message": str(error)})
+        raise
 
 
 def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, trainer_image: str) -> Job:
