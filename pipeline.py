@@ -320,7 +320,7 @@ def cancel_run(name: str, server: PipelineServer) -> None:
     for job in jobs:
         click.echo(job)
     where = f" at {there.configuration.host}" if there else ""
-    click.echo(f"{len(ended)} runs ended, {len(jobs)} jobs deleted{where}", err=True)
+    click.echo(f"runs ended: {len(ended)}, jobs deleted: {len(jobs)}{where}", err=True)
     if not ended and not jobs:
         raise UserError(f"no run '{name}' goes on in {server.connection.namespace}; the dashboard has names and ids")
 

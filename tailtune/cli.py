@@ -13,7 +13,7 @@ from tailtune import __version__
 from tailtune.errors import UserError
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
-from tailtune.manifest import read_json
+from tailtune.manifest import read_json, read_manifest
 from tailtune.recipe import Recipe, load_recipe, parse_parameters, with_overrides
 from tailtune.run import Run
 
@@ -182,12 +182,13 @@ def _recipe(name_or_path: str, parameters: tuple[str, ...]) -> Recipe:
 
 
 def _load_run(directory: Path | None) -> Run:
-    """The run in a directory, or the one that was started last below runs/."""
+    """The run in a directory, or the one below runs/ that was started last, of those that have a model."""
     if directory is None:
         found = [p for p in Path("runs").glob("*/workspace/run.json") if (p.parent / "pipeline.log").is_file()]
         if not found:
             raise UserError("there is no run below runs/; start one with `make demo`, or give --run DIRECTORY")
-        path = max(found, key=lambda p: (p.parent / "pipeline.log").stat().st_mtime)
+        finished = [p for p in found if read_manifest(p.parents[1] / "models" / "best_model")]
+        path = max(finished or found, key=lambda p: (p.parent / "pipeline.log").stat().st_mtime)
     else:
         # a run's directory, a workspace directory on a volume, or the name of a run
         places = [
@@ -197,7 +198,8 @@ def _load_run(directory: Path | None) -> Run:
         ]
         path = next((place for place in places if place.is_file()), places[0])
         if not path.is_file():
-            raise UserError(f"{directory} holds no run; give a directory below runs/")
+            there = sorted(p.parents[1].name for p in Path("runs").glob("*/workspace/run.json"))
+            raise UserError(f"{directory} holds no run; there are: {', '.join(there) or 'none below runs/'}")
     try:
         return Run.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -12,7 +12,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from tailtune.errors import UserError
-from tailtune.findings import BLOCKS, GIGABYTE, OK, WARNING, Finding, as_lines
+from tailtune.findings import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding, as_lines
 from tailtune.jobs.local import count_gpus
 from tailtune.log import log
 from tailtune.recipe import Recipe
@@ -52,6 +52,7 @@ def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], ap
     except UserError as error:
         problem, _, fix = str(error).partition("; ")
         found.append(Finding("login", BLOCKS, problem, fix))
+        found.append(Finding("cluster", UNKNOWN, "not looked at; --local looks at this machine alone"))
     return found
 
 

@@ -22,6 +22,8 @@ from tailtune.prompt import encode_row, row_answer, row_question
 from tailtune.recipe import Prompt, Recipe
 from tailtune.split import split_rows
 
+FEW_ROWS = 30
+"""Below it, figures may be chance, and the terminal and the report say so."""
 NUM_EXAMPLES = 5  # generated answers that are kept beside the scores
 
 
@@ -46,6 +48,8 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
     log.info("evaluate: answer loss %.4f, base %.4f, unigram floor %.4f (nats per token, %d validation rows)",
              metrics["tuned_answer_loss"], metrics["base_answer_loss"], metrics["unigram_answer_loss"],
              document["num_rows"])  # fmt: skip
+    if document["num_rows"] < FEW_ROWS:
+        log.warning("evaluate: %d validation rows are few: these figures may be chance", document["num_rows"])
     return document
 
 

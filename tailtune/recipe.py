@@ -122,7 +122,9 @@ class Data(Config):
     def _templates_are_sound(self) -> "Data":
         for column, template in self.columns.items():
             if not template_fields(template):
-                raise ValueError(f"columns.{column} names no source column; write for example '{{question}}'")
+                raise ValueError(
+                    f"columns.{column} names no source column; write for example '{{{template.strip() or 'question'}}}'"
+                )
         if self.split_by not in self.columns:
             raise ValueError(f"split_by is '{self.split_by}', which is not a column; use one of {list(self.columns)}")
         return self

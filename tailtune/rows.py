@@ -204,7 +204,7 @@ def missing_column(name: str, found: Iterable[str]) -> UserError:
     hint = f", did you mean '{near[0]}'?" if near else ""
     return UserError(
         f"column '{name}' is not in the data{hint}; found: {', '.join(found[:30]) or 'none'}{more}; "
-        "map them in data.columns"
+        "map them in data.columns, as the README shows"
     )
 
 

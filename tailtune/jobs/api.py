@@ -48,7 +48,7 @@ class Cluster:
             else:
                 config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=self.configuration)
         except config.ConfigException as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).rstrip(".")
             raise UserError(f"no cluster to talk to: {reason}; log in with oc login, or set KUBECONFIG") from None
         api = client.ApiClient(self.configuration)
         self.core, self.custom = client.CoreV1Api(api), client.CustomObjectsApi(api)

@@ -109,7 +109,7 @@ def test_another_run_is_cancelled_and_its_job_with_it(name: str, parameters: lis
         wait_for(lambda: tailtune("cancel", other, "--dry-run").stdout.strip(), RUN_SECONDS)
     finally:
         done = pipeline("--cancel", other)
-    assert done.returncode == 0 and "1 runs ended" in done.stderr
+    assert done.returncode == 0 and "runs ended: 1" in done.stderr
     wait_for(lambda: not tailtune("cancel", other, "--dry-run").stdout.strip(), 600)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,7 @@ RECIPES: list[Row] = [
     ("split_by no column", recipe("split_by: full-question", "split_by: question"), 2,
      "data: split_by is 'question', which is not a column; use one of ['full-question', 'answer']"),
     ("template without a field", recipe('answer: "{answer}"', 'answer: "answer"'), 2,
-     "data: columns.answer names no source column; write for example '{question}'"),
+     "data: columns.answer names no source column; write for example '{answer}'"),
     ("template with one brace", recipe('answer: "{answer}"', 'answer: "{answer"'), 2,
      "data: template '{answer': expected '}' before end of string; write {name}, and {{ or }} for a brace"),
     ("template with a format", recipe('answer: "{answer}"', 'answer: "{answer:>9}"'), 2,
@@ -440,7 +440,7 @@ COMMANDS: list[Row] = [
     ("ask an empty question", tailtune_command("ask", " "), 1, "error: the question is empty; write one in quotes"),
     ("ask without a question", tailtune_command("ask"), 2, "Error: Missing argument 'QUESTION'."),
     ("ask in another directory", tailtune_command("ask", "hi", "--run", "TMP"), 1,
-     "error: TMP holds no run; give a directory below runs/"),
+     "error: TMP holds no run; there are: none below runs/"),
     ("ask a run without its model", after(write_run, tailtune_command("ask", "hi")), 1,
      "error: the tuned model of run 'mine' is not at TMP/runs/mine/models/best_model; finish the run first"),
     ("ask the base model that is not there", after(write_run, tailtune_command("ask", "hi", "--model", "base")), 1,
@@ -501,15 +501,13 @@ def cases(rows: list[Row], kind: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def own_directory_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_directory_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written elsewhere, and the log goes to the stderr of the moment."""
     monkeypatch.chdir(tmp_path)
     for name in ("DATA_DIR", "OUTPUT_DIR", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(log, "handlers", [])
-    propagate = log.propagate
-    yield
-    log.propagate = propagate
+    monkeypatch.setattr(log, "propagate", True)  # else pytest adds handlers of its own, and ours is left out
 
 
 @pytest.mark.parametrize(("call", "status", "message"), [c for kind, rows in BAD.items() for c in cases(rows, kind)])

@@ -216,7 +216,7 @@ def test_cancelling_deletes_the_jobs_of_the_run_whatever_it_is_called(
         jobs({"tailtune.io/run": "mine"}, {"tailtune.io/pipeline-run": run}, {"tailtune.io/run": "other"})
         result = invoke("--cancel", "Duplicate of mine")
         assert result.exit_code == 0, result.stderr
-        assert result.stdout == "job-0\njob-1\n" and "1 runs ended, 2 jobs deleted at http://127" in result.stderr
+        assert result.stdout == "job-0\njob-1\n" and "runs ended: 1, jobs deleted: 2 at http://127" in result.stderr
         nobody = invoke("--cancel", "nobody")
         assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
         there.allowed = [one for one in there.allowed if one[1] != "kubeflow.org"]

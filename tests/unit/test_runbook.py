@@ -371,7 +371,8 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         return {normal(line) for line in result.output.splitlines()}
 
     monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
-    log.addHandler(caplog.handler)
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level("INFO", "tailtune")
     with dashboard() as server:
         for name, value in (("ENDPOINT", server.url), ("NAMESPACE", NAMESPACE), ("TOKEN", server.token)):
             monkeypatch.setenv(f"TAILTUNE_{name}", value)
@@ -379,7 +380,6 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         watched = run("--submit", "--watch", "--run-name", "first")
         scheduled = run("--schedule", "0 2 * * *", "--schedule-name", "nightly") | run("--list-schedules")
         assert run("--unschedule", "nightly") == {"schedule 'nightly' deleted"}
-    log.removeHandler(caplog.handler)
     watched |= {f"{MARK}{message}" for message in caplog.messages}
     assert {normal(line) for line in output_with("the run succeeded")} <= watched
     assert {normal(line) for line in output_with("nightly")} <= scheduled
