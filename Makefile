@@ -13,7 +13,7 @@ BUILD_FLAGS ?=
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
-test: .venv/.installed  ## the tests, in about 15 minutes on 2 cores
+test: .venv/.installed  ## the tests, in about 17 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-all: .venv/.installed  ## the slow ones too
