@@ -34,14 +34,11 @@ from tailtune.recipe import (
     parse_parameters,
     with_overrides,
 )
-from tailtune.run import RUN_NAME
+from tailtune.run import MOUNTS, RUN_NAME
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
-DIRECTORIES = {"data_dir": "/shared/data/{run}", "models_dir": "/shared/models/{run}",
-               "workspace_dir": "/shared/workspace/{run}"}  # fmt: skip
-
-
+DIRECTORIES = {name: f"{path}/{{run}}" for name, path in MOUNTS.items()}
 RETRY_FOR = "604800s"
 """From the start of a step's first attempt: Argo does not try it again later, and ends an attempt that runs then."""
 SECRETS = "/etc/tailtune"
@@ -53,8 +50,8 @@ SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS}/hf/token", "TAILTUNE_S3_SECRET_DIR"
 def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]:
     """The KFP pipeline of a recipe; its parameters default to the recipe's values.
 
-    On a cluster the doctor looks first, steps that a lost node may end are tried again, and however the
-    run ends, no training job of it stays. A machine has no other node and no jobs.
+    On a cluster the doctor looks first, steps that may fail by chance are tried again, and a last step deletes
+    what is left of the run's training job. A machine has no other node and no jobs.
 
     KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
     """
@@ -104,9 +101,9 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     ) -> None:
         def add(task: Any) -> Any:
             task.set_caching_options(False)
-            for claim, directory in ((training_data_pvc, "data"), (trained_models_pvc, "models"),
-                                     (workspace_pvc, "workspace")):  # fmt: skip
-                kubernetes.mount_pvc(task, pvc_name=claim, mount_path=f"/shared/{directory}")
+            claims = {"data_dir": training_data_pvc, "models_dir": trained_models_pvc, "workspace_dir": workspace_pvc}
+            for directory, claim in claims.items():
+                kubernetes.mount_pvc(task, pvc_name=claim, mount_path=MOUNTS[directory])
             return task
 
         job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
@@ -225,19 +222,26 @@ def check_compiled() -> bool:
     return not drifted
 
 
-def compiled_version(recipe: Recipe, final: Recipe) -> tuple[Path, str]:
-    """The compiled file of a recipe and the name of its version: the same bytes, the same name. Raises UserError.
+def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> tuple[str, str, str]:
+    """(pipeline's id, version's id, version's name) of the recipe's compiled file: the same bytes, the same version."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = compiled_file(recipe, final, Path(folder))
+        name = f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+        return *server.upload(path, recipe.name, name), name
+
+
+def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
+    """The compiled file of a recipe. Raises UserError.
 
     It is the committed one of compiled/, unless the recipe is a user's own, the images are elsewhere, or `final`,
-    the recipe with all its overrides, asks for other nodes for the steps that run models: then it is made now.
+    the recipe with all its overrides, asks for other nodes for the steps that run models: then it is made in `folder`.
     """
     from tailtune import images
 
     nodes = {name: getattr(final.resources, name) for name in ("gpu", "tolerations", "node_selector")}
     variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=nodes)})
     committed = COMPILED / f"{recipe.name}.yaml"
-    path = Path("runs").resolve() / ".compiled" / committed.name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder / committed.name
     compile_recipe(variant, path)
     if recipe.name in list_recipes():
         if recipe.model_copy(update={"local": {}}) != load_recipe(recipe.name).model_copy(update={"local": {}}):
@@ -247,8 +251,8 @@ def compiled_version(recipe: Recipe, final: Recipe) -> tuple[Path, str]:
                 raise UserError(
                     f"{relative(committed)} is not what the recipe compiles to; run python pipeline.py first"
                 )
-            path = committed
-    return path, f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+            return committed
+    return path
 
 
 def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
@@ -263,8 +267,7 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
 
     `final` is the recipe with its overrides: they are the run's, not the uploaded version's.
     """
-    path, version_name = compiled_version(recipe, final)
-    pipeline, version = server.upload(path, recipe.name, version_name)
+    pipeline, version, version_name = upload(recipe, final, server)
     run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
                        parameters=cluster_parameters(final, run_name))  # fmt: skip
     click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
@@ -290,8 +293,7 @@ def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: st
     if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
         raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place; "
                         "give run parameters (see --list), or leave --latest out")  # fmt: skip
-    path, version_name = compiled_version(recipe, final)
-    pipeline, version = server.upload(path, recipe.name, version_name)
+    pipeline, version, version_name = upload(recipe, final, server)
     server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
                     parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
     what = version_name if latest is None else "its latest version"

@@ -168,10 +168,14 @@ class PipelineServer:
                                                    page_size=100), "pipeline_versions"))  # fmt: skip
 
     def start(self, pipeline: str, version: str, *, experiment: str, run_name: str, parameters: dict[str, Any]) -> str:
-        """The id of a new run."""
+        """The id of a new run. It is asked for once: what did not answer may have made it all the same."""
         group = self.call(self.client.create_experiment, experiment, namespace=self.connection.namespace)
-        run = self.call(self.client.run_pipeline, group.experiment_id, run_name, params=parameters,
-                        pipeline_id=pipeline, version_id=version, patience=0)  # fmt: skip
+        try:
+            run = self.call(self.client.run_pipeline, group.experiment_id, run_name, params=parameters,
+                            pipeline_id=pipeline, version_id=version, patience=0)  # fmt: skip
+        except UserError as error:
+            told = f"{error}; see in the dashboard that '{run_name}' is not there before you try again"
+            raise UserError(told) from None
         return str(run.run_id)
 
     def address(self, run: str) -> str:

@@ -23,11 +23,9 @@ def trust_mounted_certificates() -> None:
     own = path.read_text(encoding="utf-8", errors="replace")
     if "-----BEGIN CERTIFICATE-----" not in own:
         raise UserError(f"{path} holds no certificate; store PEM text under ca-bundle.crt in the secret")
-    for variable in VARIABLES:  # a platform may have set some already
-        before = Path(os.environ.get(variable) or certifi.where())
-        before = before if before.is_file() else Path(certifi.where())
+    for variable in VARIABLES:
+        before = Path(os.environ.get(variable) or certifi.where())  # a platform may have set some already
+        public = before if before.is_file() else Path(certifi.where())
         with tempfile.NamedTemporaryFile("w", prefix="tailtune-ca-", suffix=".crt", delete=False) as bundle:
-            bundle.write(
-                (before if before.is_file() else Path(certifi.where())).read_text(encoding="utf-8") + "\n" + own
-            )
+            bundle.write(f"{public.read_text(encoding='utf-8')}\n{own}")
         os.environ[variable] = bundle.name

@@ -17,6 +17,7 @@ from tailtune.jobs import trainjob
 from tailtune.jobs.api import Cluster
 from tailtune.jobs.cluster import KINDS, find_kind
 from tailtune.recipe import Recipe
+from tailtune.run import MOUNTS
 
 RUNNER = "pipeline-runner-dspa"
 """Service account of the pipeline's steps."""
@@ -54,6 +55,8 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         if error.status == 404:
             yield Finding(check, BLOCKS, "the cluster has no pipeline servers",
                           "enable the aipipelines component: oc edit datasciencecluster")  # fmt: skip
+        elif not cluster.in_pod:  # a step of a run has its server
+            yield _unread(check, error.status, "oc get dspa")
         return
     paths = ("status", "components", "apiServer", "externalUrl")
     address = next(filter(None, (reduce(lambda at, name: at.get(name) or {}, paths, one) for one in found)), None)
@@ -69,7 +72,7 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         answer.raise_for_status()
         told = str(answer.json().get("tag_name") or "")
         old = Version(told) < OLDEST_SERVER
-    except requests.RequestException as error:
+    except OSError as error:  # requests' own errors are of this kind, a missing file of certificates too
         yield Finding(check, WARNING, f"{address} does not answer: {type(error).__name__}", f"curl -v {address}")
     except (InvalidVersion, AttributeError):
         yield Finding(check, OK, f"{address}; it does not tell its version, needed is {OLDEST_SERVER} or newer")
@@ -134,8 +137,8 @@ def _runtime(cluster: Cluster, recipe: Recipe) -> Finding:
 
 def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
     claims, num_nodes = recipe.cluster, recipe.resources.num_nodes
-    places = {claims.data_claim: "/shared/data", claims.models_claim: "/shared/models",
-              claims.workspace_claim: "/shared/workspace"}  # fmt: skip
+    places = {claims.data_claim: MOUNTS["data_dir"], claims.models_claim: MOUNTS["models_dir"],
+              claims.workspace_claim: MOUNTS["workspace_dir"]}  # fmt: skip
     for claim, path in places.items():
         check = f"volume {claim}"
         found = _read(cluster, cluster.core.read_namespaced_persistent_volume_claim, claim)
@@ -144,15 +147,15 @@ def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
             continue
         modes, phase = found.spec.access_modes or [], found.status.phase
         size = (found.status.capacity or found.spec.resources.requests or {}).get("storage", "?")
-        if num_nodes > 1 and "ReadWriteMany" not in modes:
+        if phase == "Lost":
+            yield Finding(check, BLOCKS, "has lost its volume", f"oc delete pvc {claim}; oc apply -k deploy/")
+        elif num_nodes > 1 and "ReadWriteMany" not in modes:
             why = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
             yield Finding(check, BLOCKS, why, "give it a class with ReadWriteMany in deploy/")
         elif "ReadWriteMany" not in modes:
             why = f"is {', '.join(modes)}: steps and training wait for ever when they come to different nodes"
             yield Finding(check, WARNING, why, "give it a class with ReadWriteMany in deploy/, or pin both to one node "
                                                "with -p resources.node_selector=")  # fmt: skip
-        elif phase == "Lost":
-            yield Finding(check, BLOCKS, "has lost its volume", f"oc delete pvc {claim}; oc apply -k deploy/")
         else:
             free = f", {shutil.disk_usage(path).free / GIGABYTE:.0f} GB free" if Path(path).is_dir() else ""
             yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")

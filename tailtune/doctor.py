@@ -42,8 +42,10 @@ def refuse_blocked(recipe: Recipe, images: Sequence[str] = ()) -> None:
 
 
 def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], api_seconds: float) -> list[Finding]:
+    from kubernetes.client import ApiException
+
     from tailtune.cluster_doctor import cluster_findings
-    from tailtune.jobs.api import Cluster
+    from tailtune.jobs.api import Cluster, in_words
 
     found = []
     try:
@@ -52,7 +54,9 @@ def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], ap
     except UserError as error:
         problem, _, fix = str(error).partition("; ")
         found.append(Finding("login", BLOCKS, problem, fix))
-        found.append(Finding("cluster", UNKNOWN, "not looked at; --local looks at this machine alone"))
+        found.append(Finding("cluster", UNKNOWN, "not looked at any further; --local looks at this machine alone"))
+    except ApiException as error:
+        found.append(Finding("cluster", UNKNOWN, f"not looked at any further: {in_words(error)}", "oc whoami"))
     return found
 
 

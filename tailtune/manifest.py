@@ -20,6 +20,11 @@ RESULTS_VERSION = 1
 """Part of the steps' keys: raise it when the same input gives another result."""
 
 
+def free_bytes(directory: Path) -> int:
+    """Bytes that are free where the directory is, or will be."""
+    return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal text."""
     with path.open("rb") as file:

@@ -1,6 +1,5 @@
 """The first step: recipe and run parameters become one checked run."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from tailtune.errors import UserError
 from tailtune.identity import has_trained, refuse_other_settings
 from tailtune.log import log
-from tailtune.manifest import write_json
+from tailtune.manifest import free_bytes, write_json
 from tailtune.recipe import parse_recipe, with_overrides, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
 
@@ -46,7 +45,7 @@ def resolve_run(
     directories = {field: Path(text.replace("{run}", name)) for field, text in given.items()}
     run = Run(name=name, recipe=recipe, local=local, pipeline_run="" if local else pipeline_run, **directories)
     if not local:
-        free = ", ".join(f"{MOUNTS[field]} {_free_gigabytes(path)} GB" for field, path in directories.items())
+        free = ", ".join(f"{MOUNTS[field]} {free_bytes(path) / 1e9:.0f} GB" for field, path in directories.items())
         log.info("resolve: free on the volumes: %s", free)
     if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
@@ -58,9 +57,3 @@ def resolve_run(
         without_secrets(recipe.data.source),
     )
     return run
-
-
-def _free_gigabytes(directory: Path) -> str:
-    while not directory.exists():
-        directory = directory.parent
-    return f"{shutil.disk_usage(directory).free / 1e9:.0f}"

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ class Refused(Exception):
         self.status = status
 
 
-class HttpServer:
+class HttpServer(ABC):
     """Passes every request to `answer`, each in a thread of its own."""
 
     def __init__(self) -> None:
@@ -42,8 +43,9 @@ class HttpServer:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
+    @abstractmethod
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        raise NotImplementedError
+        """Answer one request."""
 
     def close(self) -> None:
         self.http.shutdown()

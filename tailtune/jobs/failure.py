@@ -42,7 +42,7 @@ CLASSES = (
     Class("volume", r"persistentvolumeclaim \S+ not found|FailedMount|FailedAttachVolume",
           "make the claims (oc apply -k deploy/), or name your own with -p workspace_pvc= and its like"),
     Class("image", r"ImagePullBackOff|ErrImagePull|InvalidImageName|ErrImageNeverPull|ImageInspectError",
-          "check -p trainer_image= and --image-registry, and that the image exists: oc get istag"),
+          "check --image-registry and the run's trainer_image, and that the image exists: oc get istag"),
     Class("scheduling", r"Unschedulable|did not start within|Insufficient|untolerated taint",
           "ask for fewer nodes or less (resources.*), wait for the queue, or set resources.tolerations"),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """Where the states of the frozen layers are kept: by size, by what is free, and by how often they are used."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -9,6 +8,7 @@ import psutil
 import torch
 
 from tailtune.errors import UserError
+from tailtune.manifest import free_bytes
 
 Kind = Literal["gpu", "host", "disk", "none"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -46,7 +46,7 @@ def place(
         return "none", "as the recipe says"
     if wanted == "gpu" and device.type != "cuda":
         raise UserError("the stage's tail.cache is gpu, but training runs on the CPU; set it to auto, host or disk")
-    free_disk = shutil.disk_usage(existing(directory)).free
+    free_disk = free_bytes(directory)
     if missing_bytes > SHARE_OF_DISK * free_disk:
         return "none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}"
     if wanted != "auto":
@@ -75,11 +75,6 @@ def free_host_bytes() -> int:
     except (OSError, ValueError, KeyError):
         return free  # no control group of version 2
     return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
-def existing(directory: Path) -> Path:
-    """The directory, or its nearest parent that exists."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def ranks_on_node() -> int:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import TINY, write_rows
+from kubernetes_server import cluster
 
 from tailtune.recipe import load_recipe
 from tailtune.split import split_rows
@@ -143,3 +144,27 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path, number: sig
     assert list((tmp_path / "runs" / "stopped" / "models" / "checkpoints").glob("checkpoint-*/complete.json"))
     leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not leftover, leftover
+
+
+def test_the_clusters_graph_runs_doctor_first_and_cleans_up_last(tmp_path: Path) -> None:
+    """As a cluster would run it, with its doctor, a step that fails, and the task behind the exit handler."""
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"topic": "a", "questoin": "b", "answer": "c"}\n')
+    program = (
+        "import sys, pipeline; from pathlib import Path\n"
+        "from kfp import local; from tailtune.recipe import load_recipe\n"
+        "recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])\n"
+        "local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(folder / 'artifacts'))\n"
+        "pipeline.make_pipeline(recipe)(**pipeline.parameter_values(recipe), run_name='mine', local=True,\n"
+        "    **{name: str(folder / name) for name in pipeline.DIRECTORIES})\n"
+    )
+    with cluster(tmp_path / "server") as server:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(server.kubeconfig)}
+        done = subprocess.run([sys.executable, "-c", program, str(recipe), str(tmp_path)], cwd=tmp_path,
+                              env=environment, capture_output=True, text=True, timeout=400)  # fmt: skip
+        asked = list(server.requests)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and "parquet: error: column 'question' is not in the data" in output
+    assert output.index("'check-cluster'") < output.index("'resolve-recipe'") < output.index("'write-parquet'")
+    assert "'stop-jobs'" in output[output.index("parquet: error:") :] and "train-stage" not in output
+    assert asked.count("GET /apis/kubeflow.org/v1/namespaces/lyric-professor/pytorchjobs") == 1, "the last step looked"

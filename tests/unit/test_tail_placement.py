@@ -1,7 +1,6 @@
 """Where the states are kept, and what may change about it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_placement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GB)
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda path: SimpleNamespace(free=50 * GB))
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 50 * GB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     kind, why = placement.place(
         wanted, num_bytes, uses, missing_bytes=num_bytes, directory=tmp_path / "new" / "dir", num_trainable=1,
@@ -59,7 +58,7 @@ def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
 
 
 def test_states_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 0)
     kind, _ = placement.place("auto", GB, 1.0, missing_bytes=0, directory=tmp_path, num_trainable=1, ranks_on_node=1,
                               device=torch.device("cpu"))  # fmt: skip
     assert kind in ("host", "disk")
