@@ -9,7 +9,6 @@ every architecture that uses them is served, with its own scaling, window and gr
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,11 @@ from tailtune.tail.layout import Group, Layout
 NAME = "tailtune"
 
 
-@dataclass
-class Queries:
-    """A layer that runs twice: for the keys and values of all tokens, then for some tokens alone."""
-
-    index: torch.Tensor
-    """[K] places in the packed sequence of the tokens whose output is wanted."""
-    keys: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Keys and values of the whole sequence, once they are known."""
-
-
 class KeysKnown(Exception):
-    """Ends the first of the two runs."""
+    """Ends a layer of a narrowed layout behind its keys and values; it then runs again for the wanted tokens."""
 
 
 _layout: ContextVar[Layout] = ContextVar("layout")
-queries: ContextVar[Queries | None] = ContextVar("queries", default=None)
 
 
 class CannotSplit(Exception):
@@ -76,58 +64,47 @@ def attend(
             raise CannotSplit(f"its attention uses {name}")
     if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise CannotSplit("its attention is not causal" if not dropout else "its attention has dropout")
-    layout, some = _layout.get(), queries.get()
-    if some is not None:
-        if some.keys is None:
-            some.keys = key, value
+    layout = _layout.get()
+    if layout.known is not None:
+        if not layout.known:
+            layout.known.append((key, value))
             raise KeysKnown
-        key, value = some.keys
-        query = query.new_zeros(*query.shape[:2], key.shape[2], query.shape[3]).index_copy(2, some.index, query)
+        key, value = layout.known[0]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     size = layout.prompt_length
+    prompt = key[:, :, :size], value[:, :, :size]
+    if layout.memory is not None and size:
+        prompt = layout.memory.setdefault(module, prompt)
     outputs = []
-    if layout.has_prompt and size:
-        prompt = key[:, :, :size], value[:, :, :size]
-        if layout.memory is not None:
-            layout.memory[module] = prompt
-        outputs.append(_attend(query[:, :, :size], *prompt, 0, scaling, sliding_window)[0].transpose(0, 1))
-    elif size:
-        assert layout.memory is not None
-        prompt = layout.memory[module]
     for group in layout.groups:
-        q, k, v = (_gather(x[0].transpose(0, 1), group).transpose(1, 2) for x in (query, key, value))
-        if group.shares:
+        q, k, v = (_gather(x, places) for x, places in ((query, group.queries), (key, group.keys), (value, group.keys)))
+        if group.start:
             k, v = (torch.cat([p.expand(len(x), -1, -1, -1), x], 2) for p, x in zip(prompt, (k, v), strict=True))
-        out = _attend(q, k, v, size if group.shares else 0, scaling, sliding_window).transpose(1, 2)
+        out = _attend(q, k, v, group, scaling, sliding_window).transpose(1, 2)
         outputs.append(out.flatten(0, 1).index_select(0, group.scatter))
     packed = torch.cat(outputs)
-    if layout.order is not None:
-        packed = packed.index_select(0, layout.order)
-    return (packed if some is None else packed.index_select(0, some.index))[None], None
+    return (packed if layout.order is None else packed.index_select(0, layout.order))[None], None
 
 
-def _gather(packed: torch.Tensor, group: Group) -> torch.Tensor:
-    """[T, heads, size] → [n, width, heads, size]."""
-    return packed.index_select(0, group.gather.flatten()).unflatten(0, group.gather.shape)
+def _gather(packed: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, size] → [n, heads, width, size] of `places` [n, width]."""
+    return packed[0].transpose(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offset: int, scaling: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of [n, heads, w, size] to [n, key heads, offset + w, size]; query i stands at offset + i.
+    """Causal attention of [n, heads, q, size] to [n, key heads, start + width, size].
 
     Heads that share a key are folded into the query's length, so that keys need not be repeated.
     """
     n, heads, width, size = query.shape
     shared_by = heads // key.shape[1]
-    if offset == 0 and window is None:  # plain causal attention, without a mask in memory
+    if not group.start and group.columns is None and window is None:  # plain causal attention, no mask in memory
         key, value = (x.repeat_interleave(shared_by, 1) for x in (key, value))
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    where = offset + torch.arange(width, device=query.device)[:, None]
-    distance = where - torch.arange(key.shape[2], device=query.device)
-    allowed = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     folded = query.reshape(n, key.shape[1], shared_by * width, size)
-    mask = allowed.repeat(shared_by, 1)
+    mask = group.mask(window, shared_by, query.dtype)
     return scaled_dot_product_attention(folded, key, value, mask, scale=scaling).reshape(n, heads, width, -1)
 
 

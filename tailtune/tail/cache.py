@@ -71,7 +71,9 @@ class Prefix:
         new = [self.rows.own(row)[count:] for row, count in zip(rows, inherited, strict=True)]
         with torch.no_grad():
             states = self.split.frozen(own_tokens(new, self.rows.prompt, layout, self.device), layout)
-        return states if layout.tokens is None else states.index_select(0, layout.tokens)
+        if not inherited.any():
+            return states
+        return states.index_select(0, torch.from_numpy(np.concatenate(layout.tokens)).to(self.device))
 
     def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor:
         """[T, H] states of a batch, computed now."""

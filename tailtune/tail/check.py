@@ -76,8 +76,7 @@ def logit_difference(tail: Tail) -> float:
     counts = np.minimum(layout.lengths, NUM_POSITIONS)
     ends = layout.offsets + layout.lengths
     places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
-    index = torch.from_numpy(places).to(prefix.device)
-    hidden = split.trained(prefix.states(chosen, layout), layout, index)
+    hidden = split.trained(prefix.states(chosen, layout), layout, places)
     squares = [0.0, 0.0]
     for row, states in zip(chosen, hidden.split(counts.tolist()), strict=True):
         ids = torch.from_numpy(rows.ids[row])[None].to(prefix.device)

@@ -6,21 +6,40 @@ A token has the position that it has in its whole row, so rotary embeddings do n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that attend alike: their own tokens, padded for attention alone, on top of the prompt or not."""
+    """Rows that attend alike, padded for attention alone: on top of the prompt or not."""
 
-    shares: bool
-    gather: torch.Tensor
-    """[n, width] places in the packed sequence; the row's last token again where the row is shorter."""
+    start: int
+    """Tokens of the prompt before each row, 0 or P."""
+    keys: torch.Tensor
+    """[n, width] places of the rows' own tokens in the packed sequence; the last one again where a row is shorter."""
+    queries: torch.Tensor
+    """[n, q] numbers of the tokens that ask, among those whose output is wanted; any number where a row has fewer."""
+    columns: torch.Tensor | None
+    """[n or 1, q] which of the row's own tokens ask; None when all do, in order."""
     scatter: torch.Tensor
-    """[tokens of the group] places in [n * width] of the group's tokens."""
+    """[wanted tokens of the group] places in [n * q] of their outputs."""
+    masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None, times: int, dtype: torch.dtype) -> torch.Tensor:
+        """[n or 1, 1, times * q, start + width] to add to the scores, 0 or minus infinity; kept for other layers."""
+        if (kept := self.masks.get((window, times, dtype))) is not None:
+            return kept
+        device = self.keys.device
+        asks = torch.arange(self.queries.shape[1], device=device)[None] if self.columns is None else self.columns
+        distance = self.start + asks[..., None] - torch.arange(self.start + self.keys.shape[1], device=device)
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        return self.masks.setdefault((window, times, dtype), mask.repeat(1, times, 1)[:, None])
 
 
 @dataclass(frozen=True)
@@ -29,19 +48,51 @@ class Layout:
     """Tokens of the shared prompt, P."""
     has_prompt: bool
     """Whether the prompt's tokens stand at the head of the sequence; else its keys come from `memory`."""
+    starts: np.ndarray
+    """[n] P for rows that share the prompt, else 0."""
     offsets: np.ndarray
     """[n] place of each row's first own token."""
     lengths: np.ndarray
     """[n] own tokens of each row."""
-    tokens: torch.Tensor | None
-    """[own tokens] the places of all rows' own tokens, where rows inherit some; else they follow one another."""
+    inherited: np.ndarray
+    """[n] own tokens that stand in the row before."""
+    tokens: tuple[np.ndarray, ...]
+    """Of each row, the places of its own tokens."""
     positions: torch.Tensor
     """[T] position of each token in its row."""
-    groups: tuple[Group, ...]
-    order: torch.Tensor | None
-    """[T] where each token stands when prompt and groups follow one another; None when it is there already."""
-    memory: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = field(default=None, repr=False)
+    memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
     """Keys and values of the prompt per attention module: written by a layout of the prompt alone, then read."""
+    groups: tuple[Group, ...] = ()
+    order: torch.Tensor | None = None
+    """Where each wanted token stands when the groups follow one another; None when it is there already."""
+    known: list[KeysAndValues] | None = field(default=None, repr=False)
+    """Of a narrowed layout: keys and values of the whole sequence, once they are known."""
+
+    def narrowed(self, index: np.ndarray) -> "Layout":
+        """The same rows, but only the tokens at `index` [K], ascending, ask and have an output."""
+        return replace(self._grouped(index), known=[])
+
+    def _grouped(self, index: np.ndarray) -> "Layout":
+        """With the groups in which the tokens at `index` ask."""
+        device = self.positions.device
+        number = np.full(len(self.positions), -1)
+        number[index] = np.arange(len(index))
+        head = np.arange(self.prompt_length if self.has_prompt else 0)
+        kinds = [([head], np.zeros(1, np.int64), 0)] if len(head) else []
+        for start in (self.prompt_length, 0) if self.prompt_length else (0,):
+            for inherits in (False, True):
+                rows = np.flatnonzero((self.starts == start) & ((self.inherited > 0) == inherits))
+                if len(rows):
+                    kinds.append(([self.tokens[row] for row in rows], self.inherited[rows], start))
+        groups, places = [], []
+        for tokens, inherited, start in kinds:
+            group, numbers = _group(start, tokens, inherited, number, device)
+            if len(numbers):
+                groups.append(group)
+                places.append(numbers)
+        order = np.argsort(np.concatenate([*places, np.empty(0, np.int64)]))
+        in_place = (order == np.arange(len(order))).all()
+        return replace(self, groups=tuple(groups), order=None if in_place else _tensor(order, device))
 
 
 def lay_out(
@@ -52,7 +103,7 @@ def lay_out(
     *,
     has_prompt: bool = True,
     inherited: np.ndarray | None = None,
-    memory: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    memory: dict[torch.nn.Module, KeysAndValues] | None = None,
 ) -> Layout:
     """The layout of a batch. `starts` [n] is `prompt_length` for rows that share the prompt, else 0.
 
@@ -64,37 +115,34 @@ def lay_out(
     new = lengths - inherited
     offsets = head + np.cumsum(new) - new
     positions = [np.arange(head)]
-    tokens: list[np.ndarray] = []  # of each row, the places of its own tokens
+    tokens: list[np.ndarray] = []
     for start, offset, count, old in zip(starts, offsets, new, inherited, strict=True):
         positions.append(start + old + np.arange(count))
         tokens.append(np.concatenate([tokens[-1][:old] if old else offsets[:0], offset + np.arange(count)]))
-    groups, places = [], [np.arange(head)]
-    for shares in (True, False):
-        rows = np.flatnonzero((starts > 0) == shares)
-        if len(rows):
-            gather, scatter = _group([tokens[row] for row in rows], inherited[rows])
-            places.append(gather.ravel()[scatter])
-            groups.append(Group(shares, _tensor(gather, device), _tensor(scatter, device)))
-    order = np.argsort(np.concatenate(places)) if len(groups) > 1 else None
-    return Layout(
-        prompt_length=prompt_length,
-        has_prompt=has_prompt,
-        offsets=offsets,
-        lengths=lengths,
-        tokens=_tensor(np.concatenate(tokens), device) if inherited.any() else None,
-        positions=_tensor(np.concatenate(positions), device),
-        groups=tuple(groups),
-        order=None if order is None else _tensor(order, device),
-        memory=memory,
-    )
+    place = _tensor(np.concatenate(positions), device)
+    layout = Layout(prompt_length, has_prompt, starts, offsets, lengths, inherited, tuple(tokens), place, memory)
+    return layout._grouped(np.arange(len(place)))
 
 
-def _group(tokens: list[np.ndarray], inherited: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _group(
+    start: int, tokens: list[np.ndarray], inherited: np.ndarray, number: np.ndarray, device: torch.device
+) -> tuple[Group, np.ndarray]:
+    """A group, and the numbers of the tokens that ask, in the order of its outputs."""
     lengths = np.array([len(row) for row in tokens])
     column = np.arange(lengths.max())
-    gather = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
-    new = (column >= inherited[:, None]) & (column < lengths[:, None])
-    return gather, np.flatnonzero(new)
+    keys = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
+    wanted = (column >= inherited[:, None]) & (column < lengths[:, None]) & (number[keys] >= 0)
+    most = wanted.sum(1).max()
+    columns = np.broadcast_to(column, keys.shape)
+    if start or 2 * most <= len(column):  # else all ask: plain causal attention needs no mask
+        columns = np.argsort(~wanted, axis=1, kind="stable")[:, :most]
+    queries = number[np.take_along_axis(keys, columns, 1)]
+    scatter = np.flatnonzero(np.take_along_axis(wanted, columns, 1))
+    alike = (columns == columns[0]).all()
+    whole = alike and columns.shape == keys.shape
+    asks = None if whole else _tensor(columns[:1] if alike else columns, device)
+    group = Group(start, _tensor(keys, device), _tensor(queries.clip(0), device), asks, _tensor(scatter, device))
+    return group, queries.ravel()[scatter]
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

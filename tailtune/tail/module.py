@@ -47,8 +47,10 @@ class Tail(nn.Module):
             rest = np.setdiff1d(np.arange(len(states)), index)
             index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
             weight = np.concatenate([weight, np.zeros(len(rest))])
+        if not len(index):  # every parameter still gets a gradient: other ranks may have labels
+            index, token, weight = (np.zeros(1, x.dtype) for x in (index, token, weight))
         places, again = np.unique(index, return_inverse=True)
-        hidden = self.split.trained(states, layout, None if len(places) == len(states) else self._tensor(places))
+        hidden = self.split.trained(states, layout, None if len(places) == len(states) else places)
         if len(places) != len(index) or (again[1:] < again[:-1]).any():
             hidden = hidden.index_select(0, self._tensor(again))
         weights = None if (weight == 1).all() else self._tensor(weight)

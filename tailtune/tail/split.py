@@ -11,12 +11,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from tailtune.tail.attention import CannotSplit, KeysKnown, Queries, packed_attention, queries
+from tailtune.tail.attention import CannotSplit, KeysKnown, packed_attention
 from tailtune.tail.layout import Layout
 from tailtune.train.model import decoder_layers
 
@@ -66,16 +67,17 @@ class Split:
             handle.remove()
         raise CannotSplit("its forward does not go through its list of layers")
 
-    def trained(self, states: torch.Tensor, layout: Layout, index: torch.Tensor | None = None) -> torch.Tensor:
+    def trained(self, states: torch.Tensor, layout: Layout, index: np.ndarray | None = None) -> torch.Tensor:
         """States that enter the head, of the states [T, H] that enter the first trainable layer.
 
-        Of all tokens [T, H], or of those at `index` alone [K, H]: the last layer then computes keys and
-        values for all, everything else for these.
+        Of all tokens [T, H], or of those at `index` [K], ascending, alone [K, H]: the last layer then
+        computes keys and values for all, everything else for these.
         """
         positions = layout.positions
         if index is not None and self.first == len(self.layers):  # no layer left to look at other tokens
-            states, positions, index = states.index_select(0, index), positions.index_select(0, index), None
-        with packed_attention(self.model, layout), self._answering(states[None]), self._narrowed(index):
+            places = torch.from_numpy(index).to(states.device)
+            states, positions, index = states.index_select(0, places), positions.index_select(0, places), None
+        with packed_attention(self.model, layout), self._answering(states[None]), self._narrowed(layout, index):
             output = self.model.base_model(inputs_embeds=states[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
@@ -96,27 +98,24 @@ class Split:
                 del layer.forward
 
     @contextmanager
-    def _narrowed(self, index: torch.Tensor | None) -> Iterator[None]:
+    def _narrowed(self, layout: Layout, index: np.ndarray | None) -> Iterator[None]:
         """Within the block, the last layer returns the states at `index` alone."""
         if index is None:
             yield
             return
         layer = self.layers[-1]
-        whole = layer.forward
+        whole, places = layer.forward, torch.from_numpy(index).to(layout.positions.device)
 
         def pick(value: Any, length: int) -> Any:
             has_tokens = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length
-            return value.index_select(1, index) if has_tokens else value
+            return value.index_select(1, places) if has_tokens else value
 
         def narrow(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            token = queries.set(Queries(index))
-            try:
+            with packed_attention(self.model, layout.narrowed(index)):
                 with suppress(KeysKnown):
                     whole(hidden, *args, **kwargs)
                 some = tree_map(partial(pick, length=hidden.shape[1]), ((hidden, *args), kwargs))
                 return whole(*some[0], **some[1])
-            finally:
-                queries.reset(token)
 
         layer.forward = narrow
         try:

@@ -1,6 +1,7 @@
 """When the tail is not trained alone: refusals, and errors that make no sound."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tailtune.recipe import TailSettings
 from tailtune.tail import attention, cache, check
 from tailtune.tail.attention import CannotSplit
 from tailtune.tail.cache import Prefix
+from tailtune.tail.layout import Group
 from tailtune.tail.module import Tail, graft
 from tailtune.tail.split import Split
 from tailtune.train.model import prepare_tail
@@ -109,29 +111,26 @@ def test_what_trains_elsewhere_is_found() -> None:
 def forget_window(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention._attend
     monkeypatch.setattr(
-        attention, "_attend", lambda q, k, v, offset, scaling, window: whole(q, k, v, offset, scaling, None)
+        attention, "_attend", lambda q, k, v, group, scaling, window: whole(q, k, v, group, scaling, None)
     )
 
 
 def one_window_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention._attend
-    monkeypatch.setattr(
-        attention, "_attend", lambda q, k, v, offset, scaling, window: whole(q, k, v, offset, scaling, 8)
-    )
+    monkeypatch.setattr(attention, "_attend", lambda q, k, v, group, scaling, window: whole(q, k, v, group, scaling, 8))
 
 
 def prompt_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention._attend
 
-    def blind(q: Any, k: Any, v: Any, offset: int, scaling: float, window: int | None) -> torch.Tensor:
-        return whole(q, k[:, :, offset:], v[:, :, offset:], 0, scaling, window)
+    def blind(q: Any, k: Any, v: Any, group: Group, scaling: float, window: int | None) -> torch.Tensor:
+        alone = replace(group, start=0, masks={})
+        return whole(q, k[:, :, group.start :], v[:, :, group.start :], alone, scaling, window)
 
     monkeypatch.setattr(attention, "_attend", blind)
 
 
 def positions_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     whole = cache.lay_out
 
     def restart(*args: Any, **kwargs: Any) -> Any:
@@ -143,9 +142,10 @@ def positions_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over the packed sequence as if it were one row."""
+    one_row: Any = SimpleNamespace(start=0, columns=None)
 
     def attend(module: Any, q: Any, k: Any, v: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
-        return attention._attend(q, k, v, 0, scaling, None).transpose(1, 2), None
+        return attention._attend(q, k, v, one_row, scaling, None).transpose(1, 2), None
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, attend)
 
