@@ -12,6 +12,12 @@ import numpy as np
 import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+MAX_GROUPS = 4
+"""Groups of rows on the same prompt where rows inherit tokens, because then few or many of a row's tokens ask.
+
+With gradient, one group is faster in spite of its pads: every group is a forward and backward of its own
+(BENCHMARKS.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -73,26 +79,26 @@ class Layout:
         return replace(self._grouped(index), known=[])
 
     def _grouped(self, index: np.ndarray) -> "Layout":
-        """With the groups in which the tokens at `index` ask."""
+        """With the groups in which the tokens at `index` ask: rows in which about as many do."""
         device = self.positions.device
         number = np.full(len(self.positions), -1)
         number[index] = np.arange(len(index))
+        asks = [number[places[old:]] >= 0 for places, old in zip(self.tokens, self.inherited, strict=True)]
+        counts = np.array([np.count_nonzero(row) for row in asks], np.int64)
+        groups = MAX_GROUPS if self.inherited.any() else 1
+        sizes = -(-counts * groups // max(1, counts.max(initial=0)))
         head = np.arange(self.prompt_length if self.has_prompt else 0)
-        kinds = [([head], np.zeros(1, np.int64), 0)] if len(head) else []
-        for start in (self.prompt_length, 0) if self.prompt_length else (0,):
-            for inherits in (False, True):
-                rows = np.flatnonzero((self.starts == start) & ((self.inherited > 0) == inherits))
-                if len(rows):
-                    kinds.append(([self.tokens[row] for row in rows], self.inherited[rows], start))
-        groups, places = [], []
-        for tokens, inherited, start in kinds:
-            group, numbers = _group(start, tokens, inherited, number, device)
-            if len(numbers):
-                groups.append(group)
-                places.append(numbers)
-        order = np.argsort(np.concatenate([*places, np.empty(0, np.int64)]))
+        members = [(0, [head], np.zeros(1, np.int64))] if (number[: len(head)] >= 0).any() else []
+        for start, size in sorted(set(zip(self.starts.tolist(), sizes.tolist(), strict=True))):
+            rows = np.flatnonzero((self.starts == start) & (sizes == size))
+            if size:
+                members.append((start, [self.tokens[row] for row in rows], self.inherited[rows]))
+        made = [_group(*rows, number, device) for rows in members]
+        order = np.argsort(np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers in made)]))
         in_place = (order == np.arange(len(order))).all()
-        return replace(self, groups=tuple(groups), order=None if in_place else _tensor(order, device))
+        return replace(
+            self, groups=tuple(group for group, _ in made), order=None if in_place else _tensor(order, device)
+        )
 
 
 def lay_out(
