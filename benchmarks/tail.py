@@ -7,7 +7,7 @@
 Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
 start to saved model, by the entry that a cluster uses (`python -m tailtune.train`). Stock variants are timed
 over `--steps` optimizer steps and one evaluation, and extrapolated to the whole run with its evaluations.
-Results go to `--output` as JSON, tables to stdout.
+Results go to `--folder` as JSON, tables to stdout.
 """
 
 import json

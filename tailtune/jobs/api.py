@@ -36,6 +36,7 @@ class Cluster:
         self.api_seconds = api_seconds
         self.in_pod = bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and (SERVICE_ACCOUNT / "token").is_file()
         """Whether the credentials are those of a pod's service account, not of a login."""
+        self._answered = False
         self.configuration = client.Configuration()
         self._connect()
         self.namespace = namespace or _namespace()
@@ -66,10 +67,11 @@ class Cluster:
             if not isinstance(cause, client.ApiException):
                 return isinstance(cause, HTTPError | ConnectionError | TimeoutError)
             if cause.status == 401:
-                # a pod's token is renewed before it expires: one that stays refused is no question of time;
-                # on a laptop somebody may log in again
+                if not self.in_pod:
+                    return self._answered  # somebody may log in again while a job is followed
+                # a pod's token is renewed before it expires: one that stays refused is no question of time
                 now = time.monotonic()
-                return not self.in_pod or now - refused.setdefault(self._token(), now) < TOKEN_SECONDS
+                return now - refused.setdefault(self._token(), now) < TOKEN_SECONDS
             return cause.status in TEMPORARY
 
         def before_sleep(attempt: tenacity.RetryCallState) -> None:
@@ -81,7 +83,7 @@ class Cluster:
                 self._connect()
 
         try:
-            return tenacity.Retrying(
+            result = tenacity.Retrying(
                 retry=tenacity.retry_if_exception(temporary),
                 wait=tenacity.wait_random_exponential(multiplier=0.5, max=min(30, patience / 5)),
                 stop=tenacity.stop_after_delay(patience),
@@ -89,11 +91,14 @@ class Cluster:
                 before=before,
                 reraise=True,
             )(function)
+            self._answered = True
+            return result
         except (RuntimeError, HTTPError, OSError, client.ApiException) as error:
             cause = _cause(error)
             if isinstance(cause, client.ApiException) and cause.status == 401:
                 raise UserError(STALE_TOKEN if self.in_pod else LOG_IN) from None
             if isinstance(cause, client.ApiException) and cause.status not in TEMPORARY:
+                self._answered = True
                 raise cause from None
             if not temporary(error):
                 raise

@@ -1,7 +1,7 @@
 """Causal attention over a packed layout, in place of a model's own.
 
-Matrix products of the linear layers run on the packed sequence. For attention alone, each row's
-queries are gathered and attend to [prompt | row]: exact, because causal attention never lets the
+Matrix products of the linear layers run on the packed sequence. For attention alone, the wanted queries
+of each row are gathered and attend to [prompt | row]: exact, because causal attention never lets the
 prompt see a row, nor one row another. Registered as one of Transformers' attention functions, so that
 every architecture that uses them is served, with its own scaling, window and grouped heads.
 """
@@ -57,7 +57,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of a packed sequence. Query [1, heads, T, size], key and value [1, key heads, T, size].
 
-    Returns [1, T, heads, size]. Raises CannotSplit for what this function does not compute.
+    Returns [1, T, heads, size]. With the layout's `index`, query and result are those of its K tokens.
+    Raises CannotSplit for what this function does not compute.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -65,7 +66,7 @@ def attend(
     if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise CannotSplit("its attention is not causal" if not dropout else "its attention has dropout")
     layout = _layout.get()
-    if layout.known is not None:
+    if layout.index is not None:
         if not layout.known:
             layout.known.append((key, value))
             raise KeysKnown
@@ -74,16 +75,19 @@ def attend(
     size = layout.prompt_length
     prompt = key[:, :, :size], value[:, :, :size]
     if layout.memory is not None and size:
-        prompt = layout.memory.setdefault(module, prompt)
+        if layout.has_prompt:
+            layout.memory[module] = prompt
+        prompt = layout.memory[module]
+    groups, order = layout.grouped
     outputs = []
-    for group in layout.groups:
+    for group in groups:
         q, k, v = (_gather(x, places) for x, places in ((query, group.queries), (key, group.keys), (value, group.keys)))
         if group.start:
             k, v = (torch.cat([p.expand(len(x), -1, -1, -1), x], 2) for p, x in zip(prompt, (k, v), strict=True))
         out = _attend(q, k, v, group, scaling, sliding_window).transpose(1, 2)
         outputs.append(out.flatten(0, 1).index_select(0, group.scatter))
     packed = torch.cat(outputs)
-    return (packed if layout.order is None else packed.index_select(0, layout.order))[None], None
+    return (packed if order is None else packed.index_select(0, order))[None], None
 
 
 def _gather(packed: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -104,7 +108,7 @@ def _attend(
         key, value = (x.repeat_interleave(shared_by, 1) for x in (key, value))
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     folded = query.reshape(n, key.shape[1], shared_by * width, size)
-    mask = group.mask(window, shared_by, query.dtype)
+    mask = group.mask(window, shared_by, value.dtype)
     return scaled_dot_product_attention(folded, key, value, mask, scale=scaling).reshape(n, heads, width, -1)
 
 

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import sha256_json, write_json
-from tailtune.tail.layout import Layout, lay_out, own_tokens
+from tailtune.tail.layout import KeysAndValues, Layout, lay_out, to_tensor
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
 
@@ -42,7 +42,7 @@ class Prefix:
         self.split, self.rows, self.stop_backward = split, rows, stop_backward
         self.device = split.head.weight.device
         self.prompt: torch.Tensor | None = None
-        self._memory: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory: dict[torch.nn.Module, KeysAndValues] = {}
 
     def layout(self, rows: Sequence[int], *, padded: bool = False) -> Layout:
         """Prompt and own tokens of a batch; `padded` gives all rows the length of the longest."""
@@ -56,10 +56,9 @@ class Prefix:
         if self.prompt is None:
             none = np.empty(0, np.int64)
             layout = lay_out(len(self.rows.prompt), none, none, self.device, memory=self._memory)
+            empty = torch.empty(0, self.split.hidden_size, device=self.device)
             with torch.no_grad():
-                ids = own_tokens([], self.rows.prompt, layout, self.device)
-                empty = torch.empty(0, self.split.hidden_size, device=self.device)
-                self.prompt = self.split.frozen(ids, layout) if ids.numel() else empty
+                self.prompt = self._run([], layout) if len(self.rows.prompt) else empty
         return self.prompt
 
     def own_states(self, rows: Sequence[int]) -> torch.Tensor:
@@ -70,10 +69,7 @@ class Prefix:
                          has_prompt=False, inherited=inherited, memory=self._memory)  # fmt: skip
         new = [self.rows.own(row)[count:] for row, count in zip(rows, inherited, strict=True)]
         with torch.no_grad():
-            states = self.split.frozen(own_tokens(new, self.rows.prompt, layout, self.device), layout)
-        if not inherited.any():
-            return states
-        return states.index_select(0, torch.from_numpy(np.concatenate(layout.tokens)).to(self.device))
+            return self._run(new, layout).index_select(0, to_tensor(np.concatenate(layout.tokens), self.device))
 
     def states(self, rows: Sequence[int], layout: Layout) -> torch.Tensor:
         """[T, H] states of a batch, computed now."""
@@ -81,7 +77,12 @@ class Prefix:
             return assemble(self.prompt_states(), self.own_states(rows), self.rows.lengths[rows], layout)
         pads = layout.lengths - self.rows.lengths[rows]
         own = [np.pad(self.rows.own(row), (0, n)) for row, n in zip(rows, pads, strict=True)]
-        return self.split.frozen(own_tokens(own, self.rows.prompt, layout, self.device), layout)
+        return self._run(own, layout)
+
+    def _run(self, own: Sequence[np.ndarray], layout: Layout) -> torch.Tensor:
+        """[T, H] states of a layout with these own tokens."""
+        ids = np.concatenate([self.rows.prompt if layout.has_prompt else self.rows.prompt[:0], *own])
+        return self.split.frozen(to_tensor(ids, self.device)[None], layout)
 
 
 def assemble(prompt: torch.Tensor, own: torch.Tensor, lengths: np.ndarray, layout: Layout) -> torch.Tensor:
@@ -111,9 +112,9 @@ class Cache:
         self._loaded: list[torch.Tensor] = []
         self.fill_seconds = 0.0
 
-    def missing_bytes(self) -> int:
-        """Size of the shards that are not there."""
-        return sum(self._num_bytes(i) for i in range(len(self.shards)) if not self._path(i).is_file())
+    def num_bytes(self, *, missing: bool = False) -> int:
+        """Size of all shards, or of those that are not there."""
+        return sum(self._num_bytes(i) for i in range(len(self.shards)) if not (missing and self._path(i).is_file()))
 
     def _num_bytes(self, i: int) -> int:
         return self._num_tokens[i] * self.prefix.split.hidden_size * self.dtype.itemsize
@@ -210,11 +211,6 @@ class Cache:
 def tokens_at_once(device: torch.device) -> int:
     """Own tokens that a device computes without gradient in one go."""
     return SHARD_TOKENS.get(device.type, 16384)
-
-
-def num_bytes(rows: Rows, hidden_size: int, dtype: torch.dtype) -> int:
-    """Size of the states of all rows' own tokens."""
-    return int(rows.lengths.sum()) * hidden_size * dtype.itemsize
 
 
 def cut_into_shards(rows: Rows, num_tokens: int) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ A token has the position that it has in its whole row, so rotary embeddings do n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 MAX_GROUPS = 4
 """Groups of rows on the same prompt where rows inherit tokens, because then few or many of a row's tokens ask.
 
-With gradient, one group is faster in spite of its pads: every group is a forward and backward of its own
-(BENCHMARKS.md).
+With gradient, more than one gains nothing: every group is a forward and backward of its own (BENCHMARKS.md).
 """
+MAX_MASK = 1 << 23
+"""Numbers in a group's mask when every row has its own; a larger one gives way to one for all rows, or to none."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Group:
     keys: torch.Tensor
     """[n, width] places of the rows' own tokens in the packed sequence; the last one again where a row is shorter."""
     queries: torch.Tensor
-    """[n, q] numbers of the tokens that ask, among those whose output is wanted; any number where a row has fewer."""
+    """[n, q] numbers of the tokens that ask, among those whose output is wanted; any number where one is not wanted."""
     columns: torch.Tensor | None
     """[n or 1, q] which of the row's own tokens ask; None when all do, in order."""
     scatter: torch.Tensor
@@ -42,8 +44,9 @@ class Group:
             return kept
         device = self.keys.device
         asks = torch.arange(self.queries.shape[1], device=device)[None] if self.columns is None else self.columns
-        distance = self.start + asks[..., None] - torch.arange(self.start + self.keys.shape[1], device=device)
-        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        query = self.start + asks[..., None]
+        key = torch.arange(self.start + self.keys.shape[1], device=device)
+        hidden = (key > query) if window is None else (key > query) | (key <= query - window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         return self.masks.setdefault((window, times, dtype), mask.repeat(1, times, 1)[:, None])
 
@@ -68,27 +71,28 @@ class Layout:
     """[T] position of each token in its row."""
     memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
     """Keys and values of the prompt per attention module: written by a layout of the prompt alone, then read."""
-    groups: tuple[Group, ...] = ()
-    order: torch.Tensor | None = None
-    """Where each wanted token stands when the groups follow one another; None when it is there already."""
-    known: list[KeysAndValues] | None = field(default=None, repr=False)
-    """Of a narrowed layout: keys and values of the whole sequence, once they are known."""
+    index: np.ndarray | None = None
+    """[K] places of the tokens that ask, whose output alone is wanted; None for all."""
+    known: list[KeysAndValues] = field(default_factory=list, repr=False)
+    """With an `index`: keys and values of the whole sequence, once they are known."""
 
     def narrowed(self, index: np.ndarray) -> "Layout":
-        """The same rows, but only the tokens at `index` [K], ascending, ask and have an output."""
-        return replace(self._grouped(index), known=[])
+        """The same rows, but only the tokens at `index` [K], no place twice, ask and have an output."""
+        return replace(self, index=index, known=[])
 
-    def _grouped(self, index: np.ndarray) -> "Layout":
-        """With the groups in which the tokens at `index` ask: rows in which about as many do."""
+    @cached_property
+    def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
+        """The groups, and where each wanted token stands when they follow one another; None when in its place."""
         device = self.positions.device
+        index = np.arange(len(self.positions)) if self.index is None else self.index
         number = np.full(len(self.positions), -1)
         number[index] = np.arange(len(index))
         asks = [number[places[old:]] >= 0 for places, old in zip(self.tokens, self.inherited, strict=True)]
         counts = np.array([np.count_nonzero(row) for row in asks], np.int64)
-        groups = MAX_GROUPS if self.inherited.any() else 1
-        sizes = -(-counts * groups // max(1, counts.max(initial=0)))
+        at_most = MAX_GROUPS if self.inherited.any() else 1
+        sizes = -(-counts * at_most // max(1, counts.max(initial=0)))
         head = np.arange(self.prompt_length if self.has_prompt else 0)
-        members = [(0, [head], np.zeros(1, np.int64))] if (number[: len(head)] >= 0).any() else []
+        members = [(0, [head], np.zeros(1, np.int64))] if (number[head] >= 0).any() else []
         for start, size in sorted(set(zip(self.starts.tolist(), sizes.tolist(), strict=True))):
             rows = np.flatnonzero((self.starts == start) & (sizes == size))
             if size:
@@ -96,9 +100,7 @@ class Layout:
         made = [_group(*rows, number, device) for rows in members]
         order = np.argsort(np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers in made)]))
         in_place = (order == np.arange(len(order))).all()
-        return replace(
-            self, groups=tuple(group for group, _ in made), order=None if in_place else _tensor(order, device)
-        )
+        return tuple(group for group, _ in made), None if in_place else to_tensor(order, device)
 
 
 def lay_out(
@@ -125,13 +127,12 @@ def lay_out(
     for start, offset, count, old in zip(starts, offsets, new, inherited, strict=True):
         positions.append(start + old + np.arange(count))
         tokens.append(np.concatenate([tokens[-1][:old] if old else offsets[:0], offset + np.arange(count)]))
-    place = _tensor(np.concatenate(positions), device)
-    layout = Layout(prompt_length, has_prompt, starts, offsets, lengths, inherited, tuple(tokens), place, memory)
-    return layout._grouped(np.arange(len(place)))
+    position = to_tensor(np.concatenate(positions), device)
+    return Layout(prompt_length, has_prompt, starts, offsets, lengths, inherited, tuple(tokens), position, memory)
 
 
 def _group(
-    start: int, tokens: list[np.ndarray], inherited: np.ndarray, number: np.ndarray, device: torch.device
+    start: int, tokens: Sequence[np.ndarray], inherited: np.ndarray, number: np.ndarray, device: torch.device
 ) -> tuple[Group, np.ndarray]:
     """A group, and the numbers of the tokens that ask, in the order of its outputs."""
     lengths = np.array([len(row) for row in tokens])
@@ -139,22 +140,18 @@ def _group(
     keys = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
     wanted = (column >= inherited[:, None]) & (column < lengths[:, None]) & (number[keys] >= 0)
     most = wanted.sum(1).max()
-    columns = np.broadcast_to(column, keys.shape)
-    if start or 2 * most <= len(column):  # else all ask: plain causal attention needs no mask
-        columns = np.argsort(~wanted, axis=1, kind="stable")[:, :most]
+    few = np.argsort(~wanted, axis=1, kind="stable")[:, :most]
+    # without a prompt, plain causal attention of all tokens needs no mask
+    fewer = (start or 2 * most <= len(column)) and few.size * (start + len(column)) <= MAX_MASK
+    columns = few if fewer else np.broadcast_to(column, keys.shape)
     queries = number[np.take_along_axis(keys, columns, 1)]
     scatter = np.flatnonzero(np.take_along_axis(wanted, columns, 1))
     alike = (columns == columns[0]).all()
     whole = alike and columns.shape == keys.shape
-    asks = None if whole else _tensor(columns[:1] if alike else columns, device)
-    group = Group(start, _tensor(keys, device), _tensor(queries.clip(0), device), asks, _tensor(scatter, device))
+    asks = None if whole else to_tensor(columns[:1] if alike else columns, device)
+    group = Group(start, to_tensor(keys, device), to_tensor(queries.clip(0), device), asks, to_tensor(scatter, device))
     return group, queries.ravel()[scatter]
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
-
-
-def own_tokens(rows: Sequence[np.ndarray], prompt: np.ndarray, layout: Layout, device: torch.device) -> torch.Tensor:
-    """[1, T] token ids of a layout."""
-    return _tensor(np.concatenate([prompt if layout.has_prompt else prompt[:0], *rows]), device)[None]
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

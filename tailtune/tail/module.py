@@ -10,6 +10,7 @@ from torch import nn
 from tailtune.errors import UserError
 from tailtune.recipe import TailSettings
 from tailtune.tail.cache import Cache, Prefix
+from tailtune.tail.layout import to_tensor
 from tailtune.tail.loss import head_loss
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
@@ -37,29 +38,25 @@ class Tail(nn.Module):
         self, row: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **_: Any
     ) -> dict[str, torch.Tensor]:
         """Mean loss over the labels (or sum over `num_items_in_batch`), labels, and rightly predicted ones."""
-        numbers = row.tolist()
+        numbers, device = row.tolist(), self.prefix.device
         layout = self.prefix.layout(numbers, padded=not self.settings.packing)
         states = self.source.states(numbers, layout)
         targets = self.rows.targets(numbers, layout.offsets)
         num_labels = targets.weight.sum()
         index, token, weight = targets.index, targets.token, targets.weight
-        if not self.settings.answer_head:
-            rest = np.setdiff1d(np.arange(len(states)), index)
-            index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
-            weight = np.concatenate([weight, np.zeros(len(rest))])
-        if not len(index):  # every parameter still gets a gradient: other ranks may have labels
-            index, token, weight = (np.zeros(1, x.dtype) for x in (index, token, weight))
+        # one place at least, so that every parameter gets a gradient: other ranks may have labels
+        num_places = int(not len(index)) if self.settings.answer_head else len(states)
+        rest = np.setdiff1d(np.arange(num_places), index)
+        index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
+        weight = np.concatenate([weight, np.zeros(len(rest))])
         places, again = np.unique(index, return_inverse=True)
         hidden = self.split.trained(states, layout, None if len(places) == len(states) else places)
-        if len(places) != len(index) or (again[1:] < again[:-1]).any():
-            hidden = hidden.index_select(0, self._tensor(again))
-        weights = None if (weight == 1).all() else self._tensor(weight)
-        loss, correct = head_loss(hidden, self.split.head, self._tensor(token), weights, self.split.softcap)
+        if (again != np.arange(len(again))).any():
+            hidden = hidden.index_select(0, to_tensor(again, device))
+        weights = None if (weight == 1).all() else to_tensor(weight, device)
+        loss, correct = head_loss(hidden, self.split.head, to_tensor(token, device), weights, self.split.softcap)
         divisor = torch.as_tensor(num_labels if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
         return {"loss": loss / divisor.to(loss), "num_correct": correct, "num_labels": torch.tensor(num_labels)}
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.prefix.device, non_blocking=True)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their names in the whole model."""

@@ -1,6 +1,5 @@
 """Where the states of the frozen layers are kept: by size, by what is free, and by how often they are used."""
 
-import os
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -75,8 +74,3 @@ def free_host_bytes() -> int:
     except (OSError, ValueError, KeyError):
         return free  # no control group of version 2
     return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
-def ranks_on_node() -> int:
-    """As torchrun tells every rank."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -6,7 +6,7 @@ answers with the given states. So it works for every architecture that keeps its
 the model with trained weights is an ordinary one at any time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from tailtune.tail.attention import CannotSplit, KeysKnown, packed_attention
-from tailtune.tail.layout import Layout
+from tailtune.tail.layout import Layout, to_tensor
 from tailtune.train.model import decoder_layers
 
 
@@ -44,16 +44,10 @@ class Split:
         outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
         if outside:
             raise CannotSplit(f"{outside[0]} trains outside the last layers and the head")
-        self._returns_tuple = False
-
-    @property
-    def softcap(self) -> float | None:
+        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         """Bound of the logits, which the model's own forward applies behind the head."""
-        return getattr(self.model.config, "final_logit_softcapping", None)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        self._returns_tuple = False
 
     def frozen(self, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
         """States [T, H] that enter the first trainable layer, of packed token ids [1, T]."""
@@ -70,14 +64,20 @@ class Split:
     def trained(self, states: torch.Tensor, layout: Layout, index: np.ndarray | None = None) -> torch.Tensor:
         """States that enter the head, of the states [T, H] that enter the first trainable layer.
 
-        Of all tokens [T, H], or of those at `index` [K], ascending, alone [K, H]: the last layer then
+        Of all tokens [T, H], or of those at `index` [K], no place twice, alone [K, H]: the last layer then
         computes keys and values for all, everything else for these.
         """
-        positions = layout.positions
+        positions, last = layout.positions, self.layers[-1]
         if index is not None and self.first == len(self.layers):  # no layer left to look at other tokens
-            places = torch.from_numpy(index).to(states.device)
+            places = to_tensor(index, states.device)
             states, positions, index = states.index_select(0, places), positions.index_select(0, places), None
-        with packed_attention(self.model, layout), self._answering(states[None]), self._narrowed(layout, index):
+        answer = (states[None],) if self._returns_tuple else states[None]
+        narrow = None if index is None else partial(self._narrow, last.forward, layout.narrowed(index))
+        with (
+            packed_attention(self.model, layout),
+            _computing(self.layers[: self.first], lambda *args, **kwargs: answer),
+            _computing([last] if narrow else [], narrow),
+        ):
             output = self.model.base_model(inputs_embeds=states[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
@@ -85,40 +85,31 @@ class Split:
         self._returns_tuple = isinstance(output, tuple)
         raise _Reached(output[0] if self._returns_tuple else output)
 
-    @contextmanager
-    def _answering(self, states: torch.Tensor) -> Iterator[None]:
-        """Within the block, every frozen layer returns `states` whatever it is given."""
-        answer = (states,) if self._returns_tuple else states
-        for layer in self.layers[: self.first]:
-            layer.forward = lambda *args, **kwargs: answer
-        try:
-            yield
-        finally:
-            for layer in self.layers[: self.first]:
-                del layer.forward
+    def _narrow(
+        self, whole: Callable[..., Any], layout: Layout, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What a layer returns for the layout's wanted tokens alone."""
+        assert layout.index is not None
+        index = to_tensor(layout.index, hidden.device)
 
-    @contextmanager
-    def _narrowed(self, layout: Layout, index: np.ndarray | None) -> Iterator[None]:
-        """Within the block, the last layer returns the states at `index` alone."""
-        if index is None:
-            yield
-            return
-        layer = self.layers[-1]
-        whole, places = layer.forward, torch.from_numpy(index).to(layout.positions.device)
+        def pick(value: Any) -> Any:
+            has_tokens = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == hidden.shape[1]
+            return value.index_select(1, index) if has_tokens else value
 
-        def pick(value: Any, length: int) -> Any:
-            has_tokens = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length
-            return value.index_select(1, places) if has_tokens else value
+        with packed_attention(self.model, layout):
+            with suppress(KeysKnown):
+                whole(hidden, *args, **kwargs)
+            some = tree_map(pick, ((hidden, *args), kwargs))
+            return whole(*some[0], **some[1])
 
-        def narrow(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with packed_attention(self.model, layout.narrowed(index)):
-                with suppress(KeysKnown):
-                    whole(hidden, *args, **kwargs)
-                some = tree_map(partial(pick, length=hidden.shape[1]), ((hidden, *args), kwargs))
-                return whole(*some[0], **some[1])
 
-        layer.forward = narrow
-        try:
-            yield
-        finally:
+@contextmanager
+def _computing(layers: Iterable[nn.Module], forward: Any) -> Iterator[None]:
+    """Within the block, these layers compute `forward` instead of their own."""
+    for layer in layers:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
             del layer.forward

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +20,10 @@ from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION
 from tailtune.recipe import TailSettings
 from tailtune.tail.attention import CannotSplit
-from tailtune.tail.cache import Cache, Prefix, attended, num_bytes, tokens_at_once
+from tailtune.tail.cache import Cache, Prefix, attended, tokens_at_once
 from tailtune.tail.check import check_difference, refuse_arguments, refuse_model
 from tailtune.tail.module import Tail
-from tailtune.tail.placement import KINDS, place, ranks_on_node
+from tailtune.tail.placement import KINDS, place
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
 
@@ -154,12 +155,12 @@ def attach(
     cache = Cache(cache_dir, key, prefix, states_dtype)
     choice = place(
         settings.cache,
-        num_bytes(rows, split.hidden_size, states_dtype),
+        cache.num_bytes(),
         uses_of_a_row(args, num_train, len(rows) - num_train),
-        missing_bytes=cache.missing_bytes(),
+        missing_bytes=cache.num_bytes(missing=True),
         directory=cache_dir,
         num_trainable=plain.model.num_parameters(only_trainable=True),
-        ranks_on_node=ranks_on_node(),
+        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun tells every rank
         device=prefix.device,
     )
     kind, why = max(gather_object([choice]), key=lambda c: KINDS.index(c[0]))  # ranks may see other free memory
@@ -193,7 +194,9 @@ def _split(plain: SFTTrainer, settings: TailSettings, dtype: torch.dtype) -> tup
     try:
         refuse_model(plain.model)
         refuse_arguments(plain.args)
-        rows = _rows(plain, share_prompt=settings.shared_prompt)
+        parts = [dataset[:] for dataset in (plain.train_dataset, plain.eval_dataset)]
+        ids, labels = ([row for part in parts for row in part[name]] for name in ("input_ids", "labels"))
+        rows = Rows(ids, labels, share_prompt=settings.shared_prompt)
         tail = Tail(Prefix(Split(plain.model), rows, stop_backward=settings.stop_backward), settings)
         with autocast(plain.args):
             check_difference(tail, dtype)
@@ -214,16 +217,6 @@ def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
     if evaluations is None:
         evaluations = steps // (args.eval_steps if args.eval_steps >= 1 else max(1, int(args.eval_steps * steps)))
     return (steps * per_step + evaluations * num_eval) / (num_train + num_eval)
-
-
-def _rows(plain: SFTTrainer, *, share_prompt: bool) -> Rows:
-    ids: list[list[int]] = []
-    labels: list[list[int]] = []
-    for dataset in (plain.train_dataset, plain.eval_dataset):
-        columns = dataset[:]
-        ids += columns["input_ids"]
-        labels += columns["labels"]
-    return Rows(ids, labels, share_prompt=share_prompt)
 
 
 def _arguments(args: Any, rows: Rows, num_train: int) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,6 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 import yaml
 from conftest import TINY, write_rows
 from kubernetes_server import cluster
@@ -128,22 +128,38 @@ def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
-    recipe = write_recipe(tmp_path, **{"stages.0.trainer.num_train_epochs": 40})
-    process = start(tmp_path, "--recipe", str(recipe), "--run-name", "stopped")
-    log = tmp_path / "runs" / "stopped" / "workspace" / "pipeline.log"
-    deadline = time.monotonic() + 180
-    while not (log.is_file() and "train: step" in log.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    os.kill(process.pid, number)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert err.splitlines()[-1] == "stopped by a signal; run again with --run-name stopped to go on", err
-    assert list((tmp_path / "runs" / "stopped" / "models" / "checkpoints").glob("checkpoint-*/complete.json"))
-    leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert not leftover, leftover
+def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, **{"stages.0.trainer.num_train_epochs": 80})
+    run_dir = tmp_path / "runs" / "stopped"
+    last = 0
+    for number, arguments in ((signal.SIGTERM, ("--recipe", str(recipe))), (signal.SIGINT, ())):
+        process = start(tmp_path, *arguments, "--run-name", "stopped")
+        deadline = time.monotonic() + 180
+        while last_step(run_dir) <= last:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        os.kill(process.pid, number)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert err.splitlines()[-1] == "stopped by a signal; run again with --run-name stopped to go on", err
+        saved = max((run_dir / "models" / "checkpoints").glob("checkpoint-*/complete.json"), key=step_of)
+        assert step_of(saved) > last
+        resumed = f"train: resuming from checkpoint-{last}, next step is {last + 1}"
+        assert not last or resumed in (run_dir / "workspace" / "pipeline.log").read_text()
+        last = step_of(saved)
+        leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+        assert not leftover, leftover
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that the run's log tells of; 0 before the first one."""
+    log = run_dir / "workspace" / "pipeline.log"
+    steps = re.findall(r"train: step (\d+)/", log.read_text()) if log.is_file() else []
+    return int(steps[-1]) if steps else 0
+
+
+def step_of(complete: Path) -> int:
+    return int(complete.parent.name.removeprefix("checkpoint-"))
 
 
 def test_the_clusters_graph_runs_doctor_first_and_cleans_up_last(tmp_path: Path) -> None:

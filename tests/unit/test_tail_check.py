@@ -17,6 +17,7 @@ from tailtune.tail.attention import CannotSplit
 from tailtune.tail.cache import Prefix
 from tailtune.tail.layout import Group
 from tailtune.tail.module import Tail, graft
+from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
 from tailtune.train.model import prepare_tail
 
@@ -211,3 +212,14 @@ def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     assert torch.equal(base(ids).logits, model(ids).logits)
     with pytest.raises(UserError, match=r"embed_out.nonsense .* does not fit into GPTNeoXForCausalLM"):
         graft(base, {"embed_out.nonsense": torch.ones(1)})
+
+
+def test_a_batch_without_labels_gives_every_parameter_a_gradient_of_zero() -> None:
+    """Other ranks may have labels, and DDP waits for every parameter."""
+    model = new_model("llama")
+    prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+    tail = Tail(Prefix(Split(model), Rows([[5, 6], [7]], [[-100, -100], [7]])), TailSettings())
+    outputs = tail(row=torch.tensor([0, 1]))
+    outputs["loss"].backward()
+    assert outputs["loss"] == 0 and outputs["num_labels"] == 0
+    assert all(p.grad is not None and not p.grad.any() for p in tail.parameters())
