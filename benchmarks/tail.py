@@ -7,7 +7,7 @@
 Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
 start to saved model, by the entry that a cluster uses (`python -m tailtune.train`). Stock variants are timed
 over `--steps` optimizer steps and one evaluation, and extrapolated to the whole run with its evaluations.
-Results go to `--folder` as JSON, tables to stdout.
+Results go to `results.json` in `--folder`, tables to stdout.
 """
 
 import json
@@ -480,15 +480,17 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         raise click.UsageError("--data is missing; give a JSON Lines file with topic, question and answer")
     results: dict[str, Any] = {"model": child(folder, "prepare", {"data": str(data.resolve()), "shape": shape})}
     for part in parts:
-        if part == "headline":
-            headline(folder, num_steps, device, results)
-        elif part == "savings":
-            savings(folder, results)
-        else:
-            results["model"] = child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
-            scaling(folder, results)
-            plot(results["scaling"], Path(__file__).resolve().parent.parent / "docs" / "tail-scaling.png")
-        (folder / "results.json").write_text(json.dumps(results, indent=1))
+        try:
+            if part == "headline":
+                headline(folder, num_steps, device, results)
+            elif part == "savings":
+                savings(folder, results)
+            else:
+                results["model"] = child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
+                scaling(folder, results)
+                plot(results["scaling"], Path(__file__).resolve().parent.parent / "docs" / "tail-scaling.png")
+        finally:  # a part takes up to an hour: what it has measured stays when it is interrupted
+            (folder / "results.json").write_text(json.dumps(results, indent=1))
     tables(results)
 
 
