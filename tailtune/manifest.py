@@ -22,7 +22,17 @@ RESULTS_VERSION = 1
 
 def free_bytes(directory: Path) -> int:
     """Bytes that are free where the directory is, or will be."""
-    return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+    return shutil.disk_usage(_existing(directory)).free
+
+
+def on_one_volume(one: Path, other: Path) -> bool:
+    """Whether two directories share their free space, where they are or will be."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    """The path itself or the nearest directory above it that is there."""
+    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def sha256_file(path: Path) -> str:

@@ -52,7 +52,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def new_model(architecture: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
     """A tiny model with weights large enough that attention and windows matter."""
     torch.manual_seed(0)
-    settings = {**SMALL, **ARCHITECTURES[architecture], **overrides}
+    settings = {**SMALL, **ARCHITECTURES.get(architecture, {}), **overrides}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture.partition("-")[0], **settings))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -107,6 +107,8 @@ class Case:
     """Trainable layers."""
     arguments: tuple[tuple[str, Any], ...] = ()
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    overrides: tuple[tuple[str, Any], ...] = ()
+    """Of the model's configuration."""
 
 
 @dataclass
@@ -155,10 +157,12 @@ class Record(TrainerCallback):
             self.result.accuracies.append(logs["mean_token_accuracy"])
 
 
-def prepare(case: Case, folder: Path, callbacks: list[Any]) -> tuple[PreTrainedModel, SFTTrainer]:
+def prepare(
+    case: Case, folder: Path, callbacks: list[Any], trainer_class: type[SFTTrainer] = SFTTrainer
+) -> tuple[PreTrainedModel, SFTTrainer]:
     """The model with its last layers and head trainable, and TRL's trainer of the whole model."""
     dtype = getattr(torch, case.dtype)
-    model = new_model(case.architecture, dtype)
+    model = new_model(case.architecture, dtype, **dict(case.overrides))
     prepare_tail(model, SimpleNamespace(num_trainable_layers=case.num_layers, train_head=True))  # type: ignore[arg-type]
     if dtype is torch.float64:
         model.double()
@@ -171,7 +175,7 @@ def prepare(case: Case, folder: Path, callbacks: list[Any]) -> tuple[PreTrainedM
     config = SFTConfig(output_dir=str(folder), logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
                        include_num_input_tokens_seen="non_padding", **arguments)  # fmt: skip
     rows = [(list(q), list(a)) for q, a in case.rows] or new_rows(40, shared=case.shared)
-    trainer_class = SFTTrainer if case.dtype != "float64" else Trainer64
+    trainer_class = trainer_class if case.dtype != "float64" else Trainer64
     plain = trainer_class(model=model, args=config, train_dataset=dataset(rows, case.loss),
                        eval_dataset=dataset(new_rows(9, shared=case.shared, seed=1), case.loss),
                        processing_class=tokenizer(), callbacks=callbacks)  # fmt: skip

@@ -63,6 +63,8 @@ def attend(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise CannotSplit(f"its attention uses {name}")
+    if attention_mask is not None:
+        raise CannotSplit("it makes a mask of its own")
     if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise CannotSplit("its attention is not causal" if not dropout else "its attention has dropout")
     layout = _layout.get()

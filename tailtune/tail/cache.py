@@ -33,6 +33,10 @@ DIGEST_BYTES = 8
 KEEP_SECONDS = 7 * 24 * 3600
 """A cache that no run has used for so long is deleted when another one is filled."""
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_TO_APPEAR = 60.0
+"""For a shard of another rank: a network file system may remember for some time that it was not there."""
+KEYS_PER_TOKEN = 32
+"""Bounds how many rows are computed at once where they are short and the prompt is long."""
 
 
 class Prefix:
@@ -45,7 +49,7 @@ class Prefix:
         self._memory: dict[torch.nn.Module, KeysAndValues] = {}
 
     def layout(self, rows: Sequence[int], *, padded: bool = False) -> Layout:
-        """Prompt and own tokens of a batch; `padded` gives all rows the length of the longest."""
+        """Prompt and own tokens of a batch; `padded` gives all whole rows the length of the longest."""
         starts, lengths = self.rows.starts[rows], self.rows.lengths[rows]
         if padded:
             lengths = (starts + lengths).max() - starts
@@ -149,7 +153,10 @@ class Cache:
 
     def load(self, placement: str) -> None:
         """Open the shards: `gpu` and `host` copy them into memory, `disk` maps the files."""
+        deadline = time.monotonic() + SECONDS_TO_APPEAR
         for i, num_tokens in enumerate(self._num_tokens):
+            while not self._path(i).is_file() and time.monotonic() < deadline:
+                time.sleep(1)
             if not self._path(i).is_file():
                 raise UserError(f"{self._path(i)} was written by another rank and is not seen by this one; set "
                                 "--prefix-cache-dir to a directory that all ranks share")  # fmt: skip
@@ -215,24 +222,24 @@ def tokens_at_once(device: torch.device) -> int:
 
 def cut_into_shards(rows: Rows, num_tokens: int) -> list[np.ndarray]:
     """Rows that begin alike or are of similar length together, at most `num_tokens` own tokens or a single row."""
-    order = rows.families()
+    order = rows.families
     shards, first, total, longest = [], 0, 0, 0
     for place, length in enumerate(rows.lengths[order].tolist()):
         longest = max(longest, length)
-        if total and (total + length > num_tokens or attended(rows, place - first + 1, longest) > 32 * num_tokens):
+        if total and (total + length > num_tokens or place - first >= most_rows(rows, longest, num_tokens)):
             shards.append(order[first:place])
             first, total, longest = place, 0, length
         total += length
     return [*shards, order[first:]] if len(order) else []
 
 
-def attended(rows: Rows, num_rows: int, longest: int) -> int:
-    """Keys that attention holds for so many rows, padded to the longest."""
-    return num_rows * (len(rows.prompt) + longest)
+def most_rows(rows: Rows, longest: int, num_tokens: int) -> int:
+    """Rows whose keys attention holds at once, on top of the prompt and padded to the longest; may be 0."""
+    return KEYS_PER_TOKEN * num_tokens // (len(rows.prompt) + longest)
 
 
 def remove_unused(root: Path, keep: Path) -> None:
-    """Delete caches that no run has started with for a week."""
+    """Delete caches that no run has used for a week."""
     for directory in root.glob("*/"):
         with suppress(FileNotFoundError):  # another run deletes it at the same time
             age = time.time() - directory.stat().st_mtime

@@ -19,7 +19,7 @@ MAX_GROUPS = 4
 With gradient, more than one gains nothing: every group is a forward and backward of its own (BENCHMARKS.md).
 """
 MAX_MASK = 1 << 23
-"""Numbers in a group's mask when every row has its own; a larger one gives way to one for all rows, or to none."""
+"""Numbers in a group's mask when every row has its own; a larger one gives way to one for all rows (`_group`)."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,12 @@ class Layout:
     positions: torch.Tensor
     """[T] position of each token in its row."""
     memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
-    """Keys and values of the prompt per attention module: written by a layout of the prompt alone, then read."""
+    """Keys and values of the prompt per attention module: written by a layout of the prompt alone, then read.
+
+    While the frozen layers are computed (`cache.Prefix`); in the steps the prompt is part of the sequence.
+    """
     index: np.ndarray | None = None
-    """[K] places of the tokens that ask, whose output alone is wanted; None for all."""
+    """[K] places of the tokens that ask, whose output alone is wanted; None for all. In the last layer (`split`)."""
     known: list[KeysAndValues] = field(default_factory=list, repr=False)
     """With an `index`: keys and values of the whole sequence, once they are known."""
 
@@ -85,17 +88,17 @@ class Layout:
         """The groups, and where each wanted token stands when they follow one another; None when in its place."""
         device = self.positions.device
         index = np.arange(len(self.positions)) if self.index is None else self.index
-        number = np.full(len(self.positions), -1)
+        number = np.full(len(self.positions), -1)  # of each token among those that ask; -1 where it does not
         number[index] = np.arange(len(index))
         asks = [number[places[old:]] >= 0 for places, old in zip(self.tokens, self.inherited, strict=True)]
         counts = np.array([np.count_nonzero(row) for row in asks], np.int64)
         at_most = MAX_GROUPS if self.inherited.any() else 1
-        sizes = -(-counts * at_most // max(1, counts.max(initial=0)))
+        bucket = -(-counts * at_most // max(1, counts.max(initial=0)))  # 0 when nobody asks, then by how many do
         head = np.arange(self.prompt_length if self.has_prompt else 0)
         members = [(0, [head], np.zeros(1, np.int64))] if (number[head] >= 0).any() else []
-        for start, size in sorted(set(zip(self.starts.tolist(), sizes.tolist(), strict=True))):
-            rows = np.flatnonzero((self.starts == start) & (sizes == size))
-            if size:
+        for start, number_of in sorted(set(zip(self.starts.tolist(), bucket.tolist(), strict=True))):
+            rows = np.flatnonzero((self.starts == start) & (bucket == number_of))
+            if number_of:
                 members.append((start, [self.tokens[row] for row in rows], self.inherited[rows]))
         made = [_group(*rows, number, device) for rows in members]
         order = np.argsort(np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers in made)]))
@@ -134,7 +137,13 @@ def lay_out(
 def _group(
     start: int, tokens: Sequence[np.ndarray], inherited: np.ndarray, number: np.ndarray, device: torch.device
 ) -> tuple[Group, np.ndarray]:
-    """A group, and the numbers of the tokens that ask, in the order of its outputs."""
+    """A group, and the numbers of the tokens that ask, in the order of its outputs.
+
+    Each row has columns for its own tokens. The columns that ask are of three kinds:
+    - all of them, in order: one mask for all rows, and none at all for rows without a prompt;
+    - few, but the same in each row: one mask for all rows;
+    - few, others in each row: a mask for each row, unless that is larger than MAX_MASK; then all columns ask.
+    """
     lengths = np.array([len(row) for row in tokens])
     column = np.arange(lengths.max())
     keys = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])

@@ -23,7 +23,8 @@ def head_loss(
 
     `hidden` [K, H] are the states that predict `tokens` [K]; `weights` [K] are 1 when None. Logits are
     computed in the autocast precision where autocast is on, and made fp32 (fp64 stays) before the
-    softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma 2 does.
+    softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma's
+    `final_logit_softcapping` does. Of several words with the largest logit the first counts as predicted.
     """
     inputs: list[torch.Tensor | None] = [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # the function would compute gradients that nobody asks for
@@ -69,9 +70,12 @@ class _HeadLoss(torch.autograd.Function):
                     logits = squashed * softcap
                 row = torch.arange(len(logits), device=logits.device)
                 largest, wanted = logits.amax(-1), logits[row, target]
+                hits = wanted >= largest
+                if compute is not wide:  # rounded logits are often equal; on a CPU this takes ten times as long
+                    hits = logits.argmax(-1) == target
                 probabilities = torch.softmax(logits, -1, out=logits)
                 # the largest probability never underflows, so the logarithm of the sum follows from it
-                losses, hits = largest - probabilities.amax(-1).log() - wanted, wanted >= largest
+                losses = largest - probabilities.amax(-1).log() - wanted
                 scale = None if weights is None else weights[part].to(wide)
                 loss += losses.sum() if scale is None else losses @ scale
                 correct += hits.sum() if scale is None else hits.to(wide) @ scale

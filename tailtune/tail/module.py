@@ -44,15 +44,16 @@ class Tail(nn.Module):
         targets = self.rows.targets(numbers, layout.offsets)
         num_labels = targets.weight.sum()
         index, token, weight = targets.index, targets.token, targets.weight
-        # one place at least, so that every parameter gets a gradient: other ranks may have labels
-        num_places = int(not len(index)) if self.settings.answer_head else len(states)
-        rest = np.setdiff1d(np.arange(num_places), index)
+        if not self.settings.answer_head:  # all places, those without a label with a weight of 0
+            rest = np.setdiff1d(np.arange(len(states)), index)
+        else:  # one place at least, so that every parameter gets a gradient: other ranks may have labels
+            rest = np.arange(int(not len(index)))
         index, token = np.concatenate([index, rest]), np.concatenate([token, np.zeros_like(rest)])
         weight = np.concatenate([weight, np.zeros(len(rest))])
-        places, again = np.unique(index, return_inverse=True)
+        places, place_of_target = np.unique(index, return_inverse=True)
         hidden = self.split.trained(states, layout, None if len(places) == len(states) else places)
-        if (again != np.arange(len(again))).any():
-            hidden = hidden.index_select(0, to_tensor(again, device))
+        if (place_of_target != np.arange(len(place_of_target))).any():
+            hidden = hidden.index_select(0, to_tensor(place_of_target, device))
         weights = None if (weight == 1).all() else to_tensor(weight, device)
         loss, correct = head_loss(hidden, self.split.head, to_tensor(token, device), weights, self.split.softcap)
         divisor = torch.as_tensor(num_labels if num_items_in_batch is None else num_items_in_batch).clamp(min=1)

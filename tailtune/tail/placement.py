@@ -7,10 +7,11 @@ import psutil
 import torch
 
 from tailtune.errors import UserError
-from tailtune.manifest import free_bytes
+from tailtune.manifest import free_bytes, on_one_volume
 
 Kind = Literal["gpu", "host", "disk", "none"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""By how little memory they need: when ranks choose differently, all take the last one."""
 MIN_USES = 0.8
 """Uses of an average row, from which on it pays to store its states.
 
@@ -19,7 +20,8 @@ products, and rows that begin alike are computed once (BENCHMARKS.md).
 """
 SHARE_OF_FREE = 0.5
 SHARE_OF_DISK = 0.9
-"""The rest is for checkpoints."""
+CHECKPOINT_BYTES = 36
+"""Of a trainable parameter on the checkpoints' volume: weight and two moments in fp32, of two kept and one new."""
 OPTIMIZER_BYTES = 20
 """Of a trainable parameter: two moments, gradient, DDP's copy of it, the head's gradient as it is made; all fp32."""
 
@@ -31,6 +33,7 @@ def place(
     *,
     missing_bytes: int,
     directory: Path,
+    checkpoints: Path,
     num_trainable: int,
     ranks_on_node: int,
     device: torch.device,
@@ -46,8 +49,10 @@ def place(
     if wanted == "gpu" and device.type != "cuda":
         raise UserError("the stage's tail.cache is gpu, but training runs on the CPU; set it to auto, host or disk")
     free_disk = free_bytes(directory)
-    if missing_bytes > SHARE_OF_DISK * free_disk:
-        return "none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}"
+    reserved = CHECKPOINT_BYTES * num_trainable if on_one_volume(directory, checkpoints) else 0
+    if missing_bytes and missing_bytes > SHARE_OF_DISK * free_disk - reserved:
+        needed = f", {reserved / 1e9:.2f} GB of them for checkpoints" if reserved else ""
+        return "none", f"{size} do not fit into the {free_disk / 1e9:.2f} GB free at {directory}{needed}"
     if wanted != "auto":
         return wanted, "as the recipe says"  # type: ignore[return-value]
     if missing_bytes and uses < MIN_USES:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -31,8 +32,8 @@ class Rows:
     """
 
     def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, share_prompt: bool = True):
-        self.ids = [np.asarray(row, np.int64) for row in ids]
-        self.labels = [np.asarray(row, np.int64) for row in labels]
+        self.ids = [np.array(row, np.int64) for row in ids]
+        self.labels = [np.array(row, np.int64) for row in labels]
         self.prompt = find_shared_prompt(self.ids) if share_prompt else np.empty(0, np.int64)
         size = len(self.prompt)
         self.shares = np.array(
@@ -50,8 +51,13 @@ class Rows:
         """Ids of a row's own tokens."""
         return self.ids[row][self.starts[row] :]
 
+    @cached_property
     def families(self) -> np.ndarray:
-        """[N] all rows, those of similar length near each other and those that begin alike side by side."""
+        """[N] all rows, those of similar length near each other and those that begin alike side by side.
+
+        A family are neighbours in sorted order of which each inherits tokens. Rows on the prompt come last, families
+        by their longest row (the last key of `lexsort` counts first).
+        """
         order = np.array(sorted(range(len(self)), key=lambda row: (self.shares[row], _key(self.own(row)))), np.int64)
         family = np.cumsum(self.inherited(order.tolist()) == 0)
         longest = np.zeros(len(self) + 1, np.int64)
@@ -70,8 +76,8 @@ class Rows:
     def targets(self, rows: Sequence[int], offsets: np.ndarray) -> Targets:
         """The predictions of a batch; `offsets` are the places of the rows' first own tokens.
 
-        The last prompt token predicts another token in each row. Predictions inside the prompt are
-        the same in all rows, so each stands once, with the number of rows as its weight.
+        The last prompt token predicts another token in each row; every row that shares the prompt has one. Predictions
+        inside the prompt are the same in all rows, so each stands once, with the number of rows as its weight.
         """
         index, token = [], []
         size = len(self.prompt)

@@ -88,7 +88,11 @@ class Split:
     def _narrow(
         self, whole: Callable[..., Any], layout: Layout, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """What a layer returns for the layout's wanted tokens alone."""
+        """What a layer returns for the layout's wanted tokens alone.
+
+        The layer runs twice: for all tokens up to its attention, which keeps keys and values and raises KeysKnown
+        (`attention.attend`), then as a whole for the wanted ones.
+        """
         assert layout.index is not None
         index = to_tensor(layout.index, hidden.device)
 

@@ -20,7 +20,7 @@ from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION
 from tailtune.recipe import TailSettings
 from tailtune.tail.attention import CannotSplit
-from tailtune.tail.cache import Cache, Prefix, attended, tokens_at_once
+from tailtune.tail.cache import Cache, Prefix, most_rows, tokens_at_once
 from tailtune.tail.check import check_difference, refuse_arguments, refuse_model
 from tailtune.tail.module import Tail
 from tailtune.tail.placement import KINDS, place
@@ -89,7 +89,7 @@ class TailTrainer(Trainer):
         mine = range(dataset.first + args.process_index, dataset.last, args.world_size)
         longest = int(dataset.rows.lengths[dataset.first : dataset.last].max())
         limit = tokens_at_once(args.device)
-        size = max(1, min(limit // longest, 32 * limit // attended(dataset.rows, 1, longest)))
+        size = max(1, min(limit // longest, most_rows(dataset.rows, longest, limit)))
         sums = torch.zeros(3, dtype=torch.float64, device=args.device)
         self.model.eval()
         with autocast(args):
@@ -159,6 +159,7 @@ def attach(
         uses_of_a_row(args, num_train, len(rows) - num_train),
         missing_bytes=cache.num_bytes(missing=True),
         directory=cache_dir,
+        checkpoints=Path(args.output_dir),
         num_trainable=plain.model.num_parameters(only_trainable=True),
         ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun tells every rank
         device=prefix.device,
@@ -193,8 +194,8 @@ def _split(plain: SFTTrainer, settings: TailSettings, dtype: torch.dtype) -> tup
     """The tail of the plain trainer's model and rows, or the reason why there is none."""
     try:
         refuse_model(plain.model)
-        refuse_arguments(plain.args)
-        parts = [dataset[:] for dataset in (plain.train_dataset, plain.eval_dataset)]
+        refuse_arguments(plain)
+        parts = [dataset.with_format("numpy")[:] for dataset in (plain.train_dataset, plain.eval_dataset)]
         ids, labels = ([row for part in parts for row in part[name]] for name in ("input_ids", "labels"))
         rows = Rows(ids, labels, share_prompt=settings.shared_prompt)
         tail = Tail(Prefix(Split(plain.model), rows, stop_backward=settings.stop_backward), settings)
@@ -260,7 +261,6 @@ def _fill(cache: Cache, args: Any, kind: str) -> str:
     start = time.monotonic()
     with autocast(args):
         num_rows = cache.fill(args.process_index, args.world_size)
-        cache.prefix.prompt_states()
         cache.load(kind)
     computed = sum(gather_object([num_rows]))
     return f"computed for {computed} rows in {time.monotonic() - start:.1f} s" if computed else "were there already"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerState, set_seed
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTTrainer
 
@@ -31,6 +32,7 @@ from tailtune.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.recipe import Recipe, Stage
 from tailtune.signals import STOPPED
 from tailtune.split import split_rows
+from tailtune.tail.rows import IGNORED
 from tailtune.tail.trainer import TailTrainer, attach
 from tailtune.train import hardware
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
@@ -55,7 +57,24 @@ class Paths:
 
 
 class WholeTrainer(Metered, SFTTrainer):
-    """The whole model in every step."""
+    """The whole model in every step. Its evaluation loss is per label, as the tail's is.
+
+    Trainer's own is a mean over batches, so that another checkpoint could be the best. Several ranks fill up their
+    last batches with rows from the beginning, which count twice.
+    """
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, num_labels = self.accelerator.reduce(self._evaluated).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_labels, 1)
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
+        self._evaluated += torch.stack([loss.double() * num_labels, num_labels])
+        return loss, logits, labels
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's card knows neither the base model nor the data; the report does."""

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,20 @@ def test_each_rank_computes_its_share_and_no_other(
     whole.load("disk")
     layout = whole.prefix.layout([4, 7])
     torch.testing.assert_close(whole.states([4, 7], layout), whole.prefix.states([4, 7], layout))
+
+
+def test_another_ranks_shard_may_appear_late(make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may remember for a while that a file was not there. A node's own directory never has it."""
+    one = make_cache()
+    one.fill()
+    shard = one.directory / "000001.states"
+    shard.rename(shard.with_suffix(".away"))
+    threading.Timer(0.3, shard.with_suffix(".away").rename, [shard]).start()
+    one.load("disk")
+    shard.unlink()
+    monkeypatch.setattr(cache, "SECONDS_TO_APPEAR", 0.0)
+    with pytest.raises(UserError, match="written by another rank and is not seen by this one; set --prefix-cache-dir"):
+        make_cache().load("disk")
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,34 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_reason(
     check.refuse_model(new_model(architecture))
 
 
+@pytest.mark.parametrize("where", ["model", "trainer"])
+def test_the_loss_of_a_mixture_of_experts_is_not_dropped(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL takes its weight from the model's configuration or from the trainer's arguments."""
+    model = {"router_aux_loss_coef": 0.01 if where == "model" else 0.0, "num_experts": 4, "moe_intermediate_size": 16}
+    arguments = {"router_aux_loss_coef": 0.01} if where == "trainer" else {}
+    case = Case("qwen3_moe", arguments=tuple(arguments.items()), overrides=tuple(model.items()))
+    _, plain = prepare(case, tmp_path, [])
+    assert attach_tail(plain, tmp_path, []) is None
+    assert "mixture of experts adds a loss" in caplog.text
+
+
+def test_a_mask_that_a_model_makes_by_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, plain = prepare(Case("llama"), tmp_path, [])
+    first = plain.model.model.layers[0]
+    whole = first.forward
+    monkeypatch.setattr(first, "forward", lambda x, **kwargs: whole(x, **{**kwargs, "attention_mask": torch.zeros(1)}))
+    assert attach_tail(plain, tmp_path, []) is None
+    assert "because it makes a mask of its own" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [({"num_kv_shared_layers": 2}, "share keys and values"), ({"layer_types": ["linear_attention"]}, "of type linear"),
-     ({"is_encoder_decoder": True}, "encoder"),
-     ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, "experts")],
+     ({"is_encoder_decoder": True}, "encoder")],
 )  # fmt: skip
 def test_what_a_configuration_says_is_believed(setting: dict[str, Any], reason: str) -> None:
     model = new_model("llama")
@@ -68,7 +91,8 @@ def test_a_refused_model_is_trained_whole_with_a_warning(tmp_path: Path, caplog:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [({"label_smoothing_factor": 0.1}, "label_smoothing_factor"), ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-     ({"loss_type": "dft"}, "loss_type is dft"), ({"packing": True}, "packing")],
+     ({"loss_type": "dft"}, "loss_type is dft"), ({"packing": True}, "packing"),
+     ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "dispatch_batches")],
 )  # fmt: skip
 def test_arguments_that_the_tail_does_not_compute(
     arguments: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

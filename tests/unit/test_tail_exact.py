@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tail_runs import ARCHITECTURES, Case, furthest, new_rows, relative, train, train_whole
+from tail_runs import ARCHITECTURES, Case, attach_tail, furthest, new_rows, prepare, relative, train, train_whole
+
+from tailtune.train.sft import WholeTrainer
 
 SETTINGS = [(loss, shared, accumulation, dtype) for loss, shared, accumulation, dtype in itertools.product(
     ("answer", "all"), (1.0, 0.6, 0.0), (1, 4), ("float32", "float64"))]  # fmt: skip
@@ -159,3 +161,14 @@ def test_the_best_model_at_the_end_is_an_earlier_one(tmp_path: Path) -> None:
     assert furthest(best, last) > 1e-3
     again = result.trainer.evaluate()["eval_loss"]
     assert again == pytest.approx(min(evaluated.values()), rel=1e-6)
+
+
+def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Path) -> None:
+    """So that both call the same checkpoint the best one; a mean over batches is another number."""
+    case = Case("smollm3", arguments=(("per_device_eval_batch_size", 2),))
+    by_batch = prepare(case, tmp_path, [])[1].evaluate()["eval_loss"]
+    _, plain = prepare(case, tmp_path, [], WholeTrainer)
+    whole = plain.evaluate()["eval_loss"]
+    tail = attach_tail(plain, tmp_path, []).evaluate()["eval_loss"]
+    assert tail == pytest.approx(whole, rel=1e-6)
+    assert abs(by_batch - whole) > 1e-3

@@ -33,6 +33,14 @@ def test_the_chunked_loss_is_cross_entropy(
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 
 
+def test_of_equal_logits_the_first_word_counts_as_predicted() -> None:
+    """In half precision many are equal."""
+    head, tokens = torch.nn.Linear(4, 9), torch.tensor([0, 3, 8])
+    torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head_loss(torch.randn(3, 4), head, tokens)[1].item() == 1
+
+
 def test_the_loss_of_an_impossible_token_is_finite_and_right() -> None:
     head = torch.nn.Linear(1, 3, bias=False)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Where the states are kept, and what may change about it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from tailtune.identity import training_settings
 from tailtune.tail import placement
 
 GB = 10**9
+
+
+def place(num_bytes: int, wanted: str = "auto", uses: float = 4.0, **settings: Any) -> tuple[str, str]:
+    """`placement.place` with what most tests do not care for."""
+    common = {"missing_bytes": num_bytes, "checkpoints": settings["directory"], "num_trainable": 1, "ranks_on_node": 1,
+              "device": torch.device("cpu")}  # fmt: skip
+    return placement.place(wanted, num_bytes, uses, **{**common, **settings})
 
 
 @pytest.mark.parametrize(
@@ -38,11 +46,21 @@ def test_placement(
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GB)
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 50 * GB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    kind, why = placement.place(
-        wanted, num_bytes, uses, missing_bytes=num_bytes, directory=tmp_path / "new" / "dir", num_trainable=1,
-        ranks_on_node=2, device=torch.device("cpu"),
-    )  # fmt: skip
+    kind, why = place(
+        num_bytes, wanted, uses, directory=tmp_path / "new" / "dir", checkpoints=tmp_path, ranks_on_node=2
+    )
     assert kind == expected and reason in why
+
+
+@pytest.mark.parametrize(("same", "expected"), [(True, "none"), (False, "host")])
+def test_checkpoints_on_the_same_volume_need_their_room(
+    same: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 20 * GB)
+    monkeypatch.setattr(placement, "on_one_volume", lambda one, other: same)
+    kind, why = place(10 * GB, num_trainable=419_000_000, directory=tmp_path)
+    assert kind == expected and (not same or "15.08 GB of them for checkpoints" in why)
 
 
 @pytest.mark.parametrize(("free", "expected"), [(20 * GB, "gpu"), (9 * GB, "host")])
@@ -52,22 +70,19 @@ def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 24 * GB))
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
-    kind, _ = placement.place("auto", GB, 4.0, directory=tmp_path, num_trainable=419_000_000, ranks_on_node=1,
-                              missing_bytes=GB, device=torch.device("cuda"))  # fmt: skip
+    kind, _ = place(GB, num_trainable=419_000_000, directory=tmp_path, device=torch.device("cuda"))
     assert kind == expected
 
 
 def test_states_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 0)
-    kind, _ = placement.place("auto", GB, 1.0, missing_bytes=0, directory=tmp_path, num_trainable=1, ranks_on_node=1,
-                              device=torch.device("cpu"))  # fmt: skip
+    kind, _ = place(GB, uses=1.0, missing_bytes=0, directory=tmp_path)
     assert kind in ("host", "disk")
 
 
 def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tail\.cache is gpu, but training runs on the CPU; set it to auto"):
-        placement.place("gpu", GB, 4.0, missing_bytes=GB, directory=tmp_path, num_trainable=1, ranks_on_node=1,
-                        device=torch.device("cpu"))  # fmt: skip
+        place(GB, "gpu", directory=tmp_path)
 
 
 def test_how_the_states_are_kept_may_change_between_attempts() -> None:
