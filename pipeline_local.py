@@ -28,7 +28,7 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
     subprocess_task_handler.replace_python_executable = _with_this_python
     directory = Path("runs").resolve() / run_name
     log_path = directory / "workspace" / "pipeline.log"
-    with _lock(directory), tempfile.TemporaryDirectory() as artifacts, _forward_stop() as stopped:
+    with _lock(directory), _temporary_files() as artifacts, _forward_stop() as stopped:
         click.echo(f"{recipe.name} in {relative(directory)}; all output in {relative(log_path)}", err=True)
         error: BaseException | None = None
         with quiet(log_path) as shown:
@@ -77,6 +77,19 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _temporary_files() -> Iterator[str]:
+    """A directory for KFP's artifacts and all temporary files of the steps, which KFP and torchrun leave behind."""
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="tailtune-", ignore_cleanup_errors=True) as directory:
+        os.environ["TMPDIR"] = directory
+        try:
+            yield directory
+        finally:
+            del os.environ["TMPDIR"]
+            os.environ |= {} if before is None else {"TMPDIR": before}
+
+
+@contextmanager
 def _forward_stop() -> Iterator[list[int]]:
     """SIGTERM and SIGINT reach the steps' processes, which save what they have; yields those received."""
     import psutil
@@ -113,6 +126,9 @@ def local_recipe(recipe_name: str | None, run_name: str | None, given: dict[str,
     source = recipe.data.source
     if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
         raise UserError(f"data source {source} is no file; give -p data_source= a file's path, an address, or embedded")
+    model = recipe.model.base_model
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise UserError(f"base model {model} is no directory; give -p base_model= a directory, OWNER/NAME, or small")
     return recipe
 
 

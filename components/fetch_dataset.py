@@ -10,6 +10,7 @@ def fetch_dataset(run: str) -> str:
     """Return the path of the fetched file."""
     from tailtune.certificates import trust_mounted_certificates
     from tailtune.fetch import fetch_dataset
+    from tailtune.identity import has_trained
     from tailtune.log import step
     from tailtune.run import Run
 
@@ -17,4 +18,5 @@ def fetch_dataset(run: str) -> str:
         trust_mounted_certificates()
         this = Run.from_json(run)
         data = this.recipe.data
-        return str(fetch_dataset(data.source, this.raw_dir, sha256=data.sha256).path)
+        keep = has_trained(this.models_dir / "checkpoints")
+        return str(fetch_dataset(data.source, this.raw_dir, sha256=data.sha256, keep=keep).path)

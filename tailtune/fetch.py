@@ -58,14 +58,15 @@ class Fetched:
     """Whether a complete earlier fetch was found; then no file was touched."""
 
 
-def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None) -> Fetched:
+def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, keep: bool = False) -> Fetched:
     """Fetch one data file into `directory`, or find that it is there.
 
     `source` is `hf://datasets/OWNER/NAME[@revision][/file]`, `https://…`, `s3://BUCKET/KEY`, a path,
     or `embedded`, the file in the image. A branch is resolved once: the commit is recorded and kept.
-    `sha256` is the expected content. Raises UserError.
+    `sha256` is the expected content. With `keep`, content other than what is there is refused. Raises UserError.
     """
     shown = without_secrets(source)
+    there = read_manifest(directory) if keep else None
     local = _local_file(source)
     # The digest tells addresses apart whose query, often a signature, must not be written down.
     key: dict[str, Any] = {"source": shown, "source_sha256": sha256_json(source), "sha256": sha256}
@@ -78,6 +79,10 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None) ->
     with transfer.complete_or_absent(directory, key, facts, shown, _hub_endpoint()) as (partial, hashes):
         origin = _origin(local or source)
         transfer.receive(origin, partial, key, facts, sha256, shown)
+        if there and there["facts"]["sha256"] != facts["sha256"]:
+            transfer.empty(partial)
+            raise UserError(f"{shown} is another file than the one that this run has trained on; choose another "
+                            f"--run-name, or restore it (sha256 {there['facts']['sha256']})")  # fmt: skip
         hashes[origin.name] = facts["sha256"]
     log.info("fetch: %s: %s bytes, sha256 %s", shown, f"{facts['bytes']:,}", facts["sha256"])
     return _fetched(directory, facts, reused=False)

@@ -309,6 +309,15 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _small_model_has_the_layers(self) -> "Recipe":
+        small = self.model.small if self.model.base_model == "small" else None
+        for i, stage in enumerate(self.stages):
+            if small and stage.num_trainable_layers > small.num_layers:
+                asked = f"stages.{i}.num_trainable_layers is {stage.num_trainable_layers}"
+                raise ValueError(f"{asked}, but model.small has {small.num_layers} layers; lower it")
+        return self
+
+    @model_validator(mode="after")
     def _prompt_uses_columns(self) -> "Recipe":
         for field in ("user", "assistant"):
             for column in template_fields(getattr(self.prompt, field)):
@@ -362,7 +371,7 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1.2 floats, so that `5e-5` is a number and not a text as in PyYAML's YAML 1.1.
+    """YAML with 1.2 numbers and booleans: `5e-5` is a number and `off` a text, unlike in PyYAML's YAML 1.1.
 
     A key that stands twice is an error: PyYAML would take the last one without a word.
     """
@@ -377,6 +386,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tailtune.errors import UserError
 from tailtune.recipe import TailSettings
@@ -14,6 +15,7 @@ from tailtune.tail.layout import to_tensor
 from tailtune.tail.loss import head_loss
 from tailtune.tail.rows import Rows
 from tailtune.tail.split import Split
+from tailtune.train.model import untie_head
 
 
 class Tail(nn.Module):
@@ -69,15 +71,24 @@ class Tail(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if missing := self.trainable().keys() - state_dict.keys():
             raise UserError(f"the checkpoint lacks {min(missing)}; train again from the start")
-        return graft(self.split.model, state_dict)
+        graft(self.split.model, state_dict)
+        return nn.modules.module._IncompatibleKeys([], [])
 
 
 @torch.no_grad()
-def graft(model: nn.Module, trained: Mapping[str, torch.Tensor]) -> Any:
-    """Copy a checkpoint's tensors into the parameters of the same names. Raises UserError when one does not fit."""
+def graft(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's tensors into the parameters of the same names, in place.
+
+    A head that is tied to the embedding gets weights of its own when the checkpoint has some for it. Raises UserError
+    when there are no tensors, or one does not fit.
+    """
+    if not trained:
+        raise UserError("there are no tensors to put into the model; load the checkpoint's model.safetensors")
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    if f"{head}.weight" in trained:
+        untie_head(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in trained.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise UserError(f"{name} {tuple(tensor.shape)} does not fit into {type(model).__name__}")
         parameters[name].copy_(tensor)
-    return nn.modules.module._IncompatibleKeys([], [])

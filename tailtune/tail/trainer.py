@@ -128,9 +128,11 @@ def attach(
 
     Fills the cache. All ranks decide alike; the reason of a refusal is logged as a warning.
     """
-    if settings.mode == "off":
-        return None
     rank = plain.args.process_index
+    say = log.info if rank == 0 else log.debug
+    if settings.mode == "off":
+        say("tail: off, as the recipe says; the whole model runs in every step")
+        return None
     tail, reason = _split(plain, settings, dtype)
     reason = next(filter(None, gather_object([reason])), None)  # one rank's reason is every rank's
     if reason or tail is None:
@@ -141,7 +143,6 @@ def attach(
         plain.model.enable_input_require_grads()
     prefix, rows, split = tail.prefix, tail.rows, tail.split
     num_train = len(plain.train_dataset)
-    say = log.info if rank == 0 else log.debug
     say(
         "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
         split.first, len(split.layers), len(rows), sum(map(len, rows.ids)) / len(rows), len(rows.prompt),

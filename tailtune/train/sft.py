@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerState, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils.logging import disable_progress_bar
@@ -59,9 +60,17 @@ class Paths:
 class WholeTrainer(Metered, SFTTrainer):
     """The whole model in every step. Its evaluation loss is per label, as the tail's is.
 
-    Trainer's own is a mean over batches, so that another checkpoint could be the best. Several ranks fill up their
-    last batches with rows from the beginning, which count twice.
+    Trainer's own is a mean over batches, in which several ranks count some rows twice to fill up the last ones: by it,
+    another checkpoint could be the best.
     """
+
+    def get_eval_dataloader(self, eval_dataset: datasets.Dataset | None = None) -> DataLoader[Any]:
+        """Of whole batches on every rank: filled up with rows without labels, which weigh nothing."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        missing = -len(rows) % (self.args.eval_batch_size * self.args.world_size)
+        empty = {"input_ids": rows["input_ids"][:1] * missing, "labels": [[IGNORED] * len(rows["labels"][0])] * missing}
+        filler = datasets.Dataset.from_dict(empty, features=rows.select_columns(list(empty)).features)
+        return super().get_eval_dataloader(datasets.concatenate_datasets([rows.select_columns(list(empty)), filler]))
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)

@@ -18,6 +18,7 @@ from tailtune.jobs import trainjob
 from tailtune.jobs.training import train_stage
 from tailtune.run import Run
 
+pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
 EPOCHS = {"stages.0.trainer.num_train_epochs": 20}
 NUM_STEPS = 220
 LAUNCH = """

@@ -17,6 +17,7 @@ from tail_runs import furthest, relative
 from tailtune.jobs.training import train_stage
 from tailtune.run import Run
 
+pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
 FEW = {"stages.0.trainer.max_steps": 8, "stages.0.trainer.logging_steps": 1, "stages.0.trainer.adam_epsilon": 1e-6,
        "stages.0.scale_learning_rate": False}  # fmt: skip
 
@@ -26,23 +27,24 @@ def make(root: Path, name: str, **overrides: Any) -> Run:
                models_dir=root / name / "models", workspace_dir=root / name / "workspace")  # fmt: skip
 
 
-def losses(run: Run) -> list[float]:
+def losses(run: Run, kind: str = "train") -> list[float]:
     history = json.loads((run.models_dir / "training_history.json").read_text())
-    return [entry["loss"] for entry in history["train"]]
+    return [entry["loss" if kind == "train" else "eval_loss"] for entry in history[kind]]
 
 
 def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tmp_path: Path) -> None:
-    """The last step of an epoch is filled up with other rows when batches are larger."""
-    few = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2}
+    """The last step of an epoch is filled up with other rows when batches are larger, an evaluation with none."""
+    few = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2, "stages.0.loss": "all"}
     runs = [make(tmp_path, "tail", **few), make(tmp_path, "whole", **few, **{"stages.0.tail.mode": "off"})]
     for run in runs:
         train_stage(run, prepared / "data", prepared / "base")
     tail, whole = (load_file(run.best_model_dir / "model.safetensors") for run in runs)
-    assert relative(losses(runs[1]), losses(runs[0])) <= 1e-5
+    for kind in ("train", "eval"):
+        assert relative(losses(runs[1], kind), losses(runs[0], kind)) <= 1e-5
     assert furthest(whole, tail) <= 1e-5
 
 
-@pytest.mark.parametrize("loss", ["answer", "all"])
+@pytest.mark.parametrize("loss", ["answer", pytest.param("all", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_rank_and_the_whole_model_do(loss: str, prepared: Path, tmp_path: Path) -> None:
     one_loss = {"stages.0.loss": loss}
     runs = [

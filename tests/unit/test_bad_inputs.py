@@ -165,8 +165,9 @@ def train_layers(place: Place) -> None:
     from tailtune.train.hardware import choose
     from tailtune.train.model import load_model, prepare_tail
 
-    tiny = tiny_recipe(**{"stages.0.num_trainable_layers": 99})
-    prepare_tail(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), tiny.stages[0])
+    tiny = tiny_recipe()
+    stage = tiny.stages[0].model_copy(update={"num_trainable_layers": 99})
+    prepare_tail(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), stage)
 
 
 def long_question(place: Place) -> None:
@@ -296,6 +297,11 @@ FILES: list[Row] = [
 ]  # fmt: skip
 
 RECIPES: list[Row] = [
+    ("more layers than the small model has",
+     pipeline_py("--local", "--dry-run", "-p", "stages.0.num_trainable_layers=99"), 2,
+     "stages.0.num_trainable_layers is 99, but model.small has 4 layers; lower it"),
+    ("base model is no directory", pipeline_py("--local", "--dry-run", "-p", "base_model=./nowhere"), 2,
+     "error: base model ./nowhere is no directory; give -p base_model= a directory, OWNER/NAME, or small"),
     ("unknown name", pipeline_py("--dry-run", "--recipe", "survivl"), 2,
      "error: no recipe 'survivl', did you mean 'survival'?; built in: survival; or give a path that ends in .yaml"),
     ("file is missing", pipeline_py("--dry-run", "--recipe", "nowhere.yaml"), 2,

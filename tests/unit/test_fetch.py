@@ -104,6 +104,10 @@ def test_local_file(tmp_path: Path, target: Path) -> None:
     assert again.reused and again.path == first.path and again.sha256 == SHA256
     assert before == {path: path.stat().st_mtime_ns for path in [target, *target.iterdir()]}
     source.write_bytes(b"changed\n")
+    with pytest.raises(UserError, match=f"another file than the one that this run has trained on.*{SHA256}"):
+        fetch_dataset(str(source), target, keep=True)
+    assert before == {path: path.stat().st_mtime_ns for path in [target, *target.iterdir()]}
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, target.name}
     assert not fetch_dataset(str(source), target).reused
     assert_complete(target, content=b"changed\n")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from tailtune.errors import UserError
@@ -78,6 +79,9 @@ def test_a_recipe_is_frozen() -> None:
         ("[1, 2]", [1, 2]),
         ("{a: 1}", {"a": 1}),
         ("'2'", "2"),
+        ("off", "off"),
+        ("no", "no"),
+        ("True", True),
         ("text", "text"),
         ("a: b: c", "a: b: c"),
         ("{question}", "{question}"),
@@ -92,6 +96,16 @@ def test_a_recipe_is_frozen() -> None:
 def test_values_are_typed_as_in_yaml(text: str, expected: Any) -> None:
     value = parse_value(text)
     assert value == expected and type(value) is type(expected)
+
+
+def test_off_is_a_word_in_parameters_and_files(tmp_path: Path) -> None:
+    """In YAML 1.1 it would be false, and the switch of the tail training would refuse it."""
+    by_parameter = with_overrides(load_recipe("survival"), parse_parameters(["stages.0.tail.mode=off"]))
+    assert by_parameter.stages[0].tail.mode == "off"
+    text = yaml.safe_dump(by_parameter.model_dump(mode="json")).replace("mode: 'off'", "mode: off")
+    assert "mode: off\n" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_recipe(tmp_path / "mine.yaml").stages[0].tail.mode == "off"
 
 
 def test_pairs_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:

@@ -236,6 +236,22 @@ def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     assert torch.equal(base(ids).logits, model(ids).logits)
     with pytest.raises(UserError, match=r"embed_out.nonsense .* does not fit into GPTNeoXForCausalLM"):
         graft(base, {"embed_out.nonsense": torch.ones(1)})
+    with pytest.raises(UserError, match=r"no tensors"):
+        graft(base, {})
+
+
+def test_a_tied_base_gets_a_head_of_its_own_when_grafted(tmp_path: Path) -> None:
+    """Else the trained head would become the embedding, without a word; the folder keeps both."""
+    model, base = new_model("smollm3"), new_model("smollm3")
+    prepare_tail(model, SimpleNamespace(num_trainable_layers=1, train_head=True))  # type: ignore[arg-type]
+    tail = Tail(Prefix(Split(model), tail_rows()), TailSettings())
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    graft(base, tail.state_dict())
+    base.save_pretrained(tmp_path)
+    ids = torch.randint(0, 96, (1, 9))
+    for grafted in (base, type(base).from_pretrained(tmp_path)):
+        assert torch.equal(grafted(ids).logits, model(ids).logits)
 
 
 def test_a_batch_without_labels_gives_every_parameter_a_gradient_of_zero() -> None:
