@@ -67,10 +67,11 @@ class WholeTrainer(Metered, SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: datasets.Dataset | None = None) -> DataLoader[Any]:
         """Of whole batches on every rank: filled up with rows without labels, which weigh nothing."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        missing = -len(rows) % (self.args.eval_batch_size * self.args.world_size)
-        empty = {"input_ids": rows["input_ids"][:1] * missing, "labels": [[IGNORED] * len(rows["labels"][0])] * missing}
-        filler = datasets.Dataset.from_dict(empty, features=rows.select_columns(list(empty)).features)
-        return super().get_eval_dataloader(datasets.concatenate_datasets([rows.select_columns(list(empty)), filler]))
+        if missing := -len(rows) % (self.args.eval_batch_size * self.args.world_size):
+            row = rows[0] | {"labels": [IGNORED] * len(rows[0]["labels"])}
+            filler = datasets.Dataset.from_list([row] * missing, features=rows.features)
+            rows = datasets.concatenate_datasets([rows, filler])
+        return super().get_eval_dataloader(rows)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
