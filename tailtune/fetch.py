@@ -82,7 +82,8 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, ke
         if there and there["facts"]["sha256"] != facts["sha256"]:
             transfer.empty(partial)
             raise UserError(f"{shown} is another file than the one that this run has trained on; choose another "
-                            f"--run-name, or restore it (sha256 {there['facts']['sha256']})")  # fmt: skip
+                            f"--run-name, restore it (sha256 {there['facts']['sha256']}), or delete the run's "
+                            "models directory")  # fmt: skip
         hashes[origin.name] = facts["sha256"]
     log.info("fetch: %s: %s bytes, sha256 %s", shown, f"{facts['bytes']:,}", facts["sha256"])
     return _fetched(directory, facts, reused=False)

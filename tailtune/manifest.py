@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-RESULTS_VERSION = 1
+RESULTS_VERSION = 2
 """Part of the steps' keys: raise it when the same input gives another result."""
 
 

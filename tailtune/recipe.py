@@ -371,7 +371,7 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1.2 numbers and booleans: `5e-5` is a number and `off` a text, unlike in PyYAML's YAML 1.1.
+    """YAML with floats and booleans of 1.2: `5e-5` is a number and `off` a text, unlike in PyYAML's YAML 1.1.
 
     A key that stands twice is an error: PyYAML would take the last one without a word.
     """

@@ -31,7 +31,7 @@ SHARD_TOKENS = {"cpu": 2048}
 """Own tokens in a shard, which is also what is computed at once; other devices take 16,384."""
 DIGEST_BYTES = 8
 KEEP_SECONDS = 7 * 24 * 3600
-"""A cache that no run has used for so long is deleted when another one is filled."""
+"""A cache that no run has used for so long is deleted by the next run that uses one."""
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_TO_APPEAR = 60.0
 """For a shard of another rank: a network file system may remember for some time that it was not there."""

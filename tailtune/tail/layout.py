@@ -139,10 +139,11 @@ def _group(
 ) -> tuple[Group, np.ndarray]:
     """A group, and the numbers of the tokens that ask, in the order of its outputs.
 
-    Each row has columns for its own tokens. The columns that ask are of three kinds:
-    - all of them, in order: one mask for all rows, and none at all for rows without a prompt;
-    - few, but the same in each row: one mask for all rows;
-    - few, others in each row: a mask for each row, unless that is larger than MAX_MASK; then all columns ask.
+    Each row has columns for its own tokens. Those that ask are
+    - all, in order, without a prompt where more than half would ask, and where few would need masks above MAX_MASK: one
+      mask for all rows, or none where there is neither prompt nor window;
+    - few, and the same in each row: one mask for all rows;
+    - few, others in each row: a mask for each row.
     """
     lengths = np.array([len(row) for row in tokens])
     column = np.arange(lengths.max())

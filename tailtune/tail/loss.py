@@ -24,7 +24,8 @@ def head_loss(
     `hidden` [K, H] are the states that predict `tokens` [K]; `weights` [K] are 1 when None. Logits are
     computed in the autocast precision where autocast is on, and made fp32 (fp64 stays) before the
     softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma's
-    `final_logit_softcapping` does. Of several words with the largest logit the first counts as predicted.
+    `final_logit_softcapping` does. In half precision, where logits are often equal, the first largest one counts as
+    predicted.
     """
     inputs: list[torch.Tensor | None] = [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # the function would compute gradients that nobody asks for
@@ -70,9 +71,8 @@ class _HeadLoss(torch.autograd.Function):
                     logits = squashed * softcap
                 row = torch.arange(len(logits), device=logits.device)
                 largest, wanted = logits.amax(-1), logits[row, target]
-                hits = wanted >= largest
-                if compute is not wide:  # rounded logits are often equal; on a CPU this takes ten times as long
-                    hits = logits.argmax(-1) == target
+                # argmax takes ten times as long
+                hits = wanted >= largest if compute is wide else logits.argmax(-1) == target
                 probabilities = torch.softmax(logits, -1, out=logits)
                 # the largest probability never underflows, so the logarithm of the sum follows from it
                 losses = largest - probabilities.amax(-1).log() - wanted

@@ -21,7 +21,8 @@ products, and rows that begin alike are computed once (BENCHMARKS.md).
 SHARE_OF_FREE = 0.5
 SHARE_OF_DISK = 0.9
 CHECKPOINT_BYTES = 36
-"""Of a trainable parameter on the checkpoints' volume: weight and two moments in fp32, of two kept and one new."""
+"""Of a trainable parameter on the checkpoints' volume, an estimate: weight and two moments in fp32, of the two
+checkpoints that are kept by default and one that is being written; those that are there already count again."""
 OPTIMIZER_BYTES = 20
 """Of a trainable parameter: two moments, gradient, DDP's copy of it, the head's gradient as it is made; all fp32."""
 

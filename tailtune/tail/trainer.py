@@ -196,8 +196,9 @@ def _split(plain: SFTTrainer, settings: TailSettings, dtype: torch.dtype) -> tup
     try:
         refuse_model(plain.model)
         refuse_arguments(plain)
-        parts = [dataset.with_format("numpy")[:] for dataset in (plain.train_dataset, plain.eval_dataset)]
-        ids, labels = ([row for part in parts for row in part[name]] for name in ("input_ids", "labels"))
+        columns = ["input_ids", "labels"]
+        parts = [data.with_format("numpy", columns)[:] for data in (plain.train_dataset, plain.eval_dataset)]
+        ids, labels = ([row for part in parts for row in part[name]] for name in columns)
         rows = Rows(ids, labels, share_prompt=settings.shared_prompt)
         tail = Tail(Prefix(Split(plain.model), rows, stop_backward=settings.stop_backward), settings)
         with autocast(plain.args):

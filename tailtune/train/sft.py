@@ -83,7 +83,8 @@ class WholeTrainer(Metered, SFTTrainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
-        self._evaluated += torch.stack([loss.double() * num_labels, num_labels])
+        loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # a mean over none may be NaN
+        self._evaluated += torch.stack([loss_sum, num_labels])
         return loss, logits, labels
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

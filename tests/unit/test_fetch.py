@@ -17,6 +17,7 @@ from typing import Any
 
 import boto3
 import pytest
+from conftest import tiny_recipe
 from moto.server import ThreadedMotoServer
 from servers import COMMIT, Reply, Server, serve
 
@@ -24,6 +25,7 @@ from tailtune import fetch, manifest, transfer
 from tailtune.errors import UserError
 from tailtune.fetch import fetch_dataset, fetch_model
 from tailtune.manifest import partial_directory, read_manifest, sha256_file
+from tailtune.run import Run
 
 DATA = b'{"question": "?", "answer": "!"}\n' * 20_000
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -90,6 +92,25 @@ def assert_complete(target: Path, name: str = "data.jsonl", content: bytes = DAT
 
 
 # --- every kind of source --------------------------------------------------------------------------
+
+
+def test_a_run_that_has_trained_refuses_another_file(tmp_path: Path) -> None:
+    from components.fetch_dataset import fetch_dataset as component
+
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(DATA)
+    folders = {f"{name}_dir": tmp_path / name for name in ("data", "models", "workspace")}
+    run = Run(name="a", recipe=tiny_recipe(data_source=str(source)), local=True, **folders)
+    first = component.python_func(run.to_json())
+    source.write_bytes(DATA + DATA)
+    checkpoint = run.models_dir / "checkpoints" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "complete.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        component.python_func(run.to_json())
+    assert Path(first).read_bytes() == DATA
+    shutil.rmtree(run.models_dir)
+    assert Path(component.python_func(run.to_json())).read_bytes() == DATA + DATA
 
 
 def test_local_file(tmp_path: Path, target: Path) -> None:

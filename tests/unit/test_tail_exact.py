@@ -172,3 +172,15 @@ def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Pa
     tail = attach_tail(plain, tmp_path, []).evaluate()["eval_loss"]
     assert tail == pytest.approx(whole, rel=1e-6)
     assert abs(by_batch - whole) > 1e-3
+
+
+def test_a_batch_that_only_fills_up_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks the last of them may get no row of its own, of which label smoothing makes 0 / 0."""
+    smoothing = (("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 3))
+    _, plain = prepare(Case("llama", arguments=smoothing), tmp_path, [], WholeTrainer)
+    alone = plain.evaluate()["eval_loss"]  # nine rows in three batches
+    monkeypatch.setattr(type(plain.args), "world_size", 2)  # as many rows as for two ranks, here on one
+    dataloader = plain.get_eval_dataloader()
+    assert len(dataloader) == 4
+    monkeypatch.setattr(plain, "get_eval_dataloader", lambda *args: dataloader)
+    assert plain.evaluate()["eval_loss"] == pytest.approx(alone, rel=1e-6)

@@ -63,12 +63,19 @@ def test_checkpoints_on_the_same_volume_need_their_room(
     assert kind == expected and (not same or "15.08 GB of them for checkpoints" in why)
 
 
+def test_volumes_are_told_apart(tmp_path: Path) -> None:
+    assert placement.on_one_volume(tmp_path / "new", tmp_path)
+    if Path("/proc/self").is_dir():  # Linux
+        assert not placement.on_one_volume(tmp_path, Path("/proc/self/new"))
+
+
 @pytest.mark.parametrize(("free", "expected"), [(20 * GB, "gpu"), (9 * GB, "host")])
 def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
     free: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 24 * GB))
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 500 * GB)
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
     kind, _ = place(GB, num_trainable=419_000_000, directory=tmp_path, device=torch.device("cuda"))
     assert kind == expected

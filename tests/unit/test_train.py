@@ -89,7 +89,7 @@ def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
 
 def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(UserError, match="num_trainable_layers is 9, but the model has 4 layers; lower it"):
-        prepare_tail(new_model("llama"), stage(num_trainable_layers=9))
+        prepare_tail(new_model("llama"), stage().model_copy(update={"num_trainable_layers": 9}))
 
 
 @pytest.mark.parametrize(
