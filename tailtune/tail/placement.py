@@ -20,6 +20,7 @@ products, and rows that begin alike are computed once (BENCHMARKS.md).
 """
 SHARE_OF_FREE = 0.5
 SHARE_OF_DISK = 0.9
+"""The rest is for what else is written there."""
 CHECKPOINT_BYTES = 36
 """Of a trainable parameter on the checkpoints' volume, an estimate: weight and two moments in fp32, of the two
 checkpoints that are kept by default and one that is being written; those that are there already count again."""

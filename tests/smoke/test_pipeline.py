@@ -39,7 +39,11 @@ def write_recipe(folder: Path, **overrides: object) -> Path:
 
 def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, str(ROOT / "pipeline.py"), "--local", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
@@ -126,6 +130,7 @@ def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "runs/bad"
     assert err.splitlines()[-1].startswith("failed: parquet: column 'question' is not in the data, did you mean "), err
     assert "Traceback" not in err
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
@@ -149,6 +154,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
         last = step_of(saved)
         leftover = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
         assert not leftover, leftover
+        assert not list((tmp_path / "tmp").iterdir())
 
 
 def last_step(run_dir: Path) -> int:
