@@ -2,8 +2,11 @@
 
 import fcntl
 import os
+import re
 import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +16,9 @@ import click
 
 from tailtune.errors import UserError
 from tailtune.jobs.local import count_gpus
-from tailtune.recipe import ENVIRONMENT, Recipe, load_recipe, with_environment, with_local_overlay, with_overrides
+from tailtune.log import MARK
+from tailtune.recipe.load import ENVIRONMENT, load_recipe, with_environment, with_local_overlay, with_overrides
+from tailtune.recipe.schema import Recipe
 from tailtune.run import Run
 from tailtune.signals import on_stop
 
@@ -22,8 +27,6 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
     """Run a recipe's pipeline on this machine in runs/NAME/; whether it succeeded."""
     from kfp import local
     from kfp.local import subprocess_task_handler
-
-    from tailtune.console import quiet
 
     subprocess_task_handler.replace_python_executable = _with_this_python
     directory = Path("runs").resolve() / run_name
@@ -56,6 +59,61 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
 def _with_this_python(command: list[str], executable: str) -> list[str]:
     """KFP's command of a step with another Python. KFP's own function changes `python3` in paths and data as well."""
     return [part.replace("python3", executable) if "kfp.dsl.executor_main" in part else part for part in command]
+
+
+PROGRESS = re.compile(r"step \d+/\d+ ")
+
+
+@contextmanager
+def quiet(log_path: Path) -> Iterator[list[str]]:
+    """Send the process's output to `log_path`; yield the list of the steps' errors, which are not shown."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    errors: list[str] = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal, saved = os.dup(2), (os.dup(1), os.dup(2))
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=(reader, terminal, log_path, errors))
+    thread.start()
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        yield errors
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        thread.join()  # ends when every process that holds the pipe has ended
+        os.close(terminal)
+
+
+def _pass_on(reader: int, terminal: int, log_path: Path, errors: list[str]) -> None:
+    """Copy lines to the log; show marked ones, the training's steps over each other on a terminal."""
+    live = os.isatty(terminal)
+    over_written = False
+    with (
+        os.fdopen(reader, errors="backslashreplace") as lines,
+        log_path.open("a", encoding="utf-8") as log_file,
+    ):
+        for line in lines:
+            log_file.write(line)
+            log_file.flush()
+            _, mark, text = line.partition(MARK)
+            if not mark:
+                continue
+            text = text.rstrip("\n")
+            if ": error: " in text:
+                step, _, message = text.partition(": error: ")
+                if f"{step}: {message}" not in errors:
+                    errors.append(f"{step}: {message}")
+                continue
+            progress = live and bool(PROGRESS.search(text)) and "eval_loss" not in text
+            start = "\r\x1b[K" if over_written else ""
+            os.write(terminal, f"{start}{text}{'' if progress else chr(10)}".encode())
+            over_written = progress
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
         return Connection(endpoint, namespace, token, ca_file)
     if endpoint and namespace and token:
         return Connection(endpoint, namespace, token, ca_file)
-    from tailtune.jobs.cluster import Cluster
+    from tailtune.jobs.kubernetes import Cluster
 
     cluster = Cluster(namespace, api_seconds=PATIENCE_SECONDS)
     token = token or _bearer(cluster.configuration)

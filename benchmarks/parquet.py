@@ -20,14 +20,14 @@ from pathlib import Path
 
 import click
 
-SAMPLE = Path(__file__).resolve().parent.parent / "recipes" / "samples" / "survival.jsonl"
+SAMPLE = Path(__file__).resolve().parent.parent / "tailtune" / "recipes" / "samples" / "survival.jsonl"
 COLUMNS = {"full-question": "For {topic}, {question}", "answer": "{answer}"}
 
 
 def tailtune_step(source: Path, out: Path, num_rows: int) -> int:
     """All of the step: checks, mapping, rejects, duplicates, compression, hash of the result, manifest."""
-    from tailtune.parquet import write_parquet
-    from tailtune.recipe import Data
+    from tailtune.parquet.write import write_parquet
+    from tailtune.recipe.schema import Data
 
     data = Data(source=str(source), columns=COLUMNS, split_by="full-question")
     return write_parquet(source, out, data).num_rows

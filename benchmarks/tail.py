@@ -52,11 +52,11 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tailtune.fetch.small_model import _train_tokenizer
+    from tailtune.kinds.chat.prompt import row_answer, row_question
     from tailtune.manifest import publish
-    from tailtune.parquet import write_parquet
-    from tailtune.prompt import row_answer, row_question
-    from tailtune.recipe import load_recipe, with_overrides
-    from tailtune.small_model import _train_tokenizer
+    from tailtune.parquet.write import write_parquet
+    from tailtune.recipe.load import load_recipe, with_overrides
 
     recipe = with_overrides(load_recipe("survival"), {"model.small.vocab_size": TOKENIZER_WORDS})
     write_parquet(data, folder / "data", recipe.data)
@@ -87,12 +87,13 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from transformers.utils import logging
     from trl import SFTConfig, SFTTrainer
 
-    from tailtune.prompt import freeze_chat_template
-    from tailtune.recipe import TailSettings, load_recipe, with_overrides
-    from tailtune.split import split_rows
-    from tailtune.tail.trainer import TailTrainer, attach
-    from tailtune.train.model import prepare_tail
-    from tailtune.train.sft import conversations
+    from tailtune.kinds.chat.prompt import freeze_chat_template
+    from tailtune.parquet.split import split_rows
+    from tailtune.recipe.load import load_recipe, with_overrides
+    from tailtune.recipe.schema import TailSettings
+    from tailtune.train.run import conversations
+    from tailtune.train.tail.trainer import TailTrainer, attach
+    from tailtune.train.weights import prepare_tail
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -466,7 +467,7 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         elif function == "ceiling":
             print(json.dumps({"flops_per_second": ceiling()}))
         elif function == "imports":
-            import tailtune.train.sft  # noqa: F401
+            import tailtune.train.run  # noqa: F401
 
             print(json.dumps({"memory": memory()}))
         else:

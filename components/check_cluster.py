@@ -21,9 +21,9 @@ def check_cluster(
     trainer_image: str,
 ) -> None:
     """Fail with the first finding that would stop the run, and the command that mends it."""
-    from tailtune.doctor import refuse_blocked
+    from tailtune.doctor.examine import refuse_blocked
     from tailtune.log import step
-    from tailtune.recipe import parse_recipe, with_overrides
+    from tailtune.recipe.load import parse_recipe, with_overrides
 
     with step("doctor"):
         overrides = dict(

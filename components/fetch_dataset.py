@@ -8,11 +8,11 @@ from tailtune import images
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def fetch_dataset(run: str) -> str:
     """Return the path of the fetched file."""
-    from tailtune.certificates import trust_mounted_certificates
-    from tailtune.fetch import fetch_dataset
-    from tailtune.identity import has_trained
+    from tailtune.fetch.certificates import trust_mounted_certificates
+    from tailtune.fetch.dataset import fetch_dataset
     from tailtune.log import step
     from tailtune.run import Run
+    from tailtune.training_key import has_trained
 
     with step("fetch"):
         trust_mounted_certificates()

@@ -10,8 +10,8 @@ def fetch_model(run: str, data_dir: str) -> str:
     """Return the directory of the base model."""
     from pathlib import Path
 
-    from tailtune.base_model import provide_base_model
-    from tailtune.certificates import trust_mounted_certificates
+    from tailtune.fetch.certificates import trust_mounted_certificates
+    from tailtune.fetch.model import provide_base_model
     from tailtune.log import step
     from tailtune.run import Run
 

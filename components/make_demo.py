@@ -12,8 +12,8 @@ def make_demo(run: str, base_model_dir: str, tuned_model_dir: str, report: Outpu
     import shutil
     from pathlib import Path
 
-    from tailtune.demo import make_demo
     from tailtune.log import step
+    from tailtune.report.collect import make_demo
     from tailtune.run import Run
 
     with step("demo"):

@@ -14,8 +14,8 @@ def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: O
     from tailtune.gate import judge_file, verdict_markdown
     from tailtune.log import step
     from tailtune.manifest import write_json
-    from tailtune.promotion import record_promotion
     from tailtune.run import Run
+    from tailtune.skip_unchanged import record_promotion
 
     with step("gate"):
         this = Run.from_json(run)

@@ -8,10 +8,10 @@ from tailtune import images
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def stop_jobs(job_id: str) -> None:
     """Delete the jobs of this run of the pipeline that have not ended; not those of another run of the same name."""
-    from tailtune.jobs import cluster
-    from tailtune.jobs.api import Cluster
+    from tailtune.jobs.cleanup import cancel
+    from tailtune.jobs.kubernetes import Cluster
     from tailtune.log import log, step
 
     with step("stop"):
-        for name in cluster.cancel(Cluster(), pipeline_run=job_id):
+        for name in cancel(Cluster(), pipeline_run=job_id):
             log.info("stop: job %s was still there and is deleted", name)

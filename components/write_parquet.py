@@ -15,9 +15,9 @@ def write_parquet(run: str, source: str, facts: Output[Metrics], note: Output[Ma
     from pathlib import Path
 
     from tailtune.log import log, step
-    from tailtune.parquet import write_parquet
-    from tailtune.promotion import unchanged_since
+    from tailtune.parquet.write import write_parquet
     from tailtune.run import Run
+    from tailtune.skip_unchanged import unchanged_since
 
     with step("parquet"):
         this = Run.from_json(run)

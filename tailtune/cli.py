@@ -14,7 +14,8 @@ from tailtune.errors import UserError
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.manifest import read_json, read_manifest
-from tailtune.recipe import Recipe, load_recipe, parse_parameters, with_overrides
+from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
+from tailtune.recipe.schema import Recipe
 from tailtune.run import Run
 
 DIRECTORY = click.Path(path_type=Path)
@@ -59,7 +60,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
     for name in chosen:
         if not (models[name] / "config.json").is_file():
             raise UserError(f"the {name} model of run '{run.name}' is not at {models[name]}; finish the run first")
-    from tailtune.chat import load_chat_model, stream_answer
+    from tailtune.kinds.chat.inference import load_chat_model, stream_answer
 
     click.echo(f"run {run.name}", err=True)
     for name in chosen:
@@ -133,9 +134,11 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
 def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool,
            image_registry: str | None, as_json: bool) -> None:  # fmt: skip
     """Find what would stop a run, with the command that mends it; exit status 1 when something does."""
-    from tailtune import doctor, findings, images
+    from tailtune import images
+    from tailtune.doctor import findings
+    from tailtune.doctor.examine import examine
 
-    found = doctor.examine(_recipe(recipe, parameters), namespace, cluster=not local_only,
+    found = examine(_recipe(recipe, parameters), namespace, cluster=not local_only,
                               images=images.both(image_registry))  # fmt: skip
     lines = findings.as_lines(found)
     click.echo(json.dumps(findings.as_json(found), indent=2) if as_json else "\n".join(lines))
@@ -152,9 +155,10 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
 
     A run that goes on makes its job again: end it with `python pipeline.py --cancel RUN`.
     """
-    from tailtune.jobs import cluster
+    from tailtune.jobs import cleanup
+    from tailtune.jobs.kubernetes import Cluster
 
-    _say_deleted(cluster.cancel(cluster.Cluster(namespace, api_seconds=20), run=run, dry_run=dry_run), dry_run)
+    _say_deleted(cleanup.cancel(Cluster(namespace, api_seconds=20), run=run, dry_run=dry_run), dry_run)
 
 
 @main.command()
@@ -166,9 +170,10 @@ def gc(namespace: str | None, dry_run: bool) -> None:
 
     A step that is between two attempts does not wait either: its next attempt makes the job again, and resumes.
     """
-    from tailtune.jobs import cluster
+    from tailtune.jobs import cleanup
+    from tailtune.jobs.kubernetes import Cluster
 
-    _say_deleted(cluster.collect_garbage(cluster.Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+    _say_deleted(cleanup.collect_garbage(Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
 
 
 def _say_deleted(names: list[str], dry_run: bool) -> None:

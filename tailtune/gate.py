@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import read_json, write_json
-from tailtune.recipe import GateRule, Recipe
+from tailtune.recipe.schema import GateRule, Recipe
 
 COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.identity import has_trained, refuse_other_settings
 from tailtune.log import log
 from tailtune.manifest import free_bytes, write_json
-from tailtune.recipe import parse_recipe, with_overrides, without_secrets
+from tailtune.recipe.load import parse_recipe, with_overrides
+from tailtune.recipe.schema import without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
+from tailtune.training_key import has_trained, refuse_other_settings
 
 
 def resolve_run(

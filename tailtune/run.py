@@ -5,8 +5,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tailtune.config import Config
 from tailtune.errors import UserError
-from tailtune.recipe import Config, Recipe
+from tailtune.recipe.schema import Recipe
 
 RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 """A run's name is a directory's name."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tailtune.recipe import Recipe, load_recipe, with_overrides
+from tailtune.recipe.load import load_recipe, with_overrides
+from tailtune.recipe.schema import Recipe
 from tailtune.run import Run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -79,8 +80,8 @@ def write_rows(path: Path, num_rows: int = 50) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `data/` (Parquet) and `base/` (small model) that tests may read."""
-    from tailtune.base_model import provide_base_model
-    from tailtune.parquet import write_parquet
+    from tailtune.fetch.model import provide_base_model
+    from tailtune.parquet.write import write_parquet
 
     folder = tmp_path_factory.mktemp("prepared")
     recipe = tiny_recipe()

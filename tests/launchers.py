@@ -13,8 +13,9 @@ from typing import Any
 
 from kubernetes_server import Server
 
-from tailtune.jobs import cluster as launcher
+from tailtune.jobs import follow as launcher
 from tailtune.jobs.job import Job, Pod, job_name
+from tailtune.jobs.kubernetes import Cluster
 
 HERE = Path(__file__).resolve().parent
 MODULES = {
@@ -50,7 +51,7 @@ def make_job(module: str, kind: str = "auto", **changes: Any) -> Job:
 
 
 def run(job: Job, api_seconds: float = 30) -> None:
-    launcher.run_job(job, launcher.Cluster(api_seconds=api_seconds))
+    launcher.run_job(job, Cluster(api_seconds=api_seconds))
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
@@ -80,12 +81,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 LAUNCH = """
 import sys
-from tailtune.jobs import cluster as launcher
+from tailtune.jobs import follow as launcher
+from tailtune.jobs.kubernetes import Cluster
 from tailtune.log import step
 from launchers import make_job
 launcher.POLL_SECONDS = 0.2
 with step("train"):
-    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2]), launcher.Cluster())
+    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2]), Cluster())
 """
 
 

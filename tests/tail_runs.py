@@ -22,10 +22,10 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from tailtune.recipe import TailSettings
-from tailtune.tail.rows import Rows
-from tailtune.tail.trainer import TailTrainer, attach
-from tailtune.train.model import prepare_tail
+from tailtune.recipe.schema import TailSettings
+from tailtune.train.tail.tokenized_rows import Rows
+from tailtune.train.tail.trainer import TailTrainer, attach
+from tailtune.train.weights import prepare_tail
 
 VOCABULARY = 96
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

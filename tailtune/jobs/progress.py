@@ -18,7 +18,7 @@ from typing import Any
 from kubernetes import client
 from urllib3.exceptions import HTTPError
 
-from tailtune.jobs.api import in_words
+from tailtune.jobs.kubernetes import in_words
 from tailtune.log import MARK, log
 
 TELL_SECONDS = 15

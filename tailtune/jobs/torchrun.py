@@ -126,7 +126,7 @@ def first_failure(output: str, error_file: Path, status: int) -> str:
 def torchrun_module(torch_version: str, shutdown_seconds: int) -> list[str]:
     """The module that is torchrun, with how long ranks may take to stop: an option since torch 2.12."""
     if Version(torch_version) < Version("2.12"):
-        return ["tailtune.train.elastic", str(shutdown_seconds)]
+        return ["tailtune.train.torchrun_compat", str(shutdown_seconds)]
     return ["torch.distributed.run", f"--shutdown-timeout={shutdown_seconds}"]
 
 

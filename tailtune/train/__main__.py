@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from tailtune.errors import UserError
 from tailtune.log import configure, log
-from tailtune.recipe import load_recipe, parse_parameters, with_environment, with_overrides
+from tailtune.recipe.load import load_recipe, parse_parameters, with_environment, with_overrides
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -45,7 +45,7 @@ def main(
     """Train one stage of a recipe. Start it with torchrun, one process per GPU."""
     configure()
     try:
-        from tailtune.train.sft import Paths, leave_process_group, train
+        from tailtune.train.run import Paths, leave_process_group, train
 
         resolved = with_environment(with_overrides(load_recipe(recipe), parse_parameters(parameters)), os.environ)
         stage = next((s for s in resolved.stages if s.name == (stage_name or resolved.stages[0].name)), None)

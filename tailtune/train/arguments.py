@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from tailtune.errors import UserError
-from tailtune.recipe import Recipe, Stage
+from tailtune.recipe.schema import Recipe, Stage
 from tailtune.train.hardware import Choice
 
 SET_BY_TAILTUNE = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tailtune.errors import UserError
-from tailtune.recipe import Hardware
+from tailtune.recipe.schema import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

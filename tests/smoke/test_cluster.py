@@ -15,7 +15,7 @@ from launchers import start_launcher, wait_until
 from safetensors.torch import load_file
 
 from tailtune.jobs import trainjob
-from tailtune.jobs.training import train_stage
+from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
 pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")

@@ -15,8 +15,8 @@ import yaml
 from conftest import TINY, write_rows
 from kubernetes_server import cluster
 
-from tailtune.recipe import load_recipe
-from tailtune.split import split_rows
+from tailtune.parquet.split import split_rows
+from tailtune.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSING = [{"metric": "tuned_answer_loss", "comparison": "<", "threshold": 100}]
@@ -174,7 +174,7 @@ def test_the_clusters_graph_runs_doctor_first_and_cleans_up_last(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text('{"topic": "a", "questoin": "b", "answer": "c"}\n')
     program = (
         "import sys, pipeline; from pathlib import Path\n"
-        "from kfp import local; from tailtune.recipe import load_recipe\n"
+        "from kfp import local; from tailtune.recipe.load import load_recipe\n"
         "recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])\n"
         "local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(folder / 'artifacts'))\n"
         "pipeline.make_pipeline(recipe)(**pipeline.parameter_values(recipe), run_name='mine', local=True,\n"

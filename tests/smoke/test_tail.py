@@ -14,7 +14,7 @@ from conftest import tiny_recipe
 from safetensors.torch import load_file
 from tail_runs import furthest, relative
 
-from tailtune.jobs.training import train_stage
+from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
 pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
@@ -89,9 +89,9 @@ import itertools, json, os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from tail_runs import dataset, new_model, new_rows
-from tailtune.tail import cache
-from tailtune.tail.rows import Rows
-from tailtune.tail.split import Split
+from tailtune.train.tail import cache
+from tailtune.train.tail.rows import Rows
+from tailtune.train.tail.split import Split
 from tailtune.train.model import prepare_tail
 
 cache.SHARD_TOKENS = {"cpu": 20}

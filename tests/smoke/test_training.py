@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
-from tailtune.jobs.training import train_stage
+from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 from tailtune.train.checkpoints import is_complete
 
 LONG = {"stages.0.trainer.num_train_epochs": 40}  # about 400 steps: time to be interrupted
 LAUNCH = (
     "import sys; from pathlib import Path; from tailtune.log import step; from tailtune.run import Run\n"
-    "from tailtune.jobs.training import train_stage\n"
+    "from tailtune.jobs.train_step import train_stage\n"
     "with step('train'): train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
 )
 

@@ -7,7 +7,7 @@ import pytest
 from kubernetes_server import Server, cluster
 from launchers import MODULES
 
-from tailtune.jobs import cluster as launcher
+from tailtune.jobs import follow as launcher
 
 
 @pytest.fixture

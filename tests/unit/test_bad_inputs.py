@@ -20,15 +20,16 @@ from click.testing import CliRunner
 from conftest import tiny_recipe
 
 import pipeline
+import pipeline_cli
 import tailtune.cli
-from tailtune.base_model import provide_base_model
-from tailtune.jobs.training import train_stage
+from tailtune.fetch.model import provide_base_model
+from tailtune.jobs.train_step import train_stage
 from tailtune.log import log, step
-from tailtune.parquet import write_parquet
-from tailtune.recipe import BUILT_IN, load_recipe
+from tailtune.parquet.split import split_rows
+from tailtune.parquet.write import write_parquet
+from tailtune.recipe.load import BUILT_IN, load_recipe
 from tailtune.resolve import resolve_run
 from tailtune.run import Run
-from tailtune.split import split_rows
 
 ROOT = Path(pipeline.__file__).parent
 SURVIVAL = (BUILT_IN / "survival.yaml").read_text(encoding="utf-8")
@@ -71,7 +72,7 @@ def command(main: click.Command, *arguments: str) -> Call:
 
 
 def pipeline_py(*arguments: str) -> Call:
-    return command(pipeline.main, *arguments)
+    return command(pipeline_cli.main, *arguments)
 
 
 def flag(*pairs: str) -> Call:
@@ -128,7 +129,7 @@ def in_step(function: Callable[[Place], Any]) -> Call:
 
 def fetch(source: str, **arguments: Any) -> Call:
     def function(place: Place) -> None:
-        from tailtune.fetch import fetch_dataset
+        from tailtune.fetch.dataset import fetch_dataset
 
         fetch_dataset(source.replace("TMP", str(place.tmp)), place.tmp / "raw", **arguments)
 
@@ -163,7 +164,7 @@ def resolve(recipe_json: Callable[[], str], **overrides: Any) -> Call:
 
 def train_layers(place: Place) -> None:
     from tailtune.train.hardware import choose
-    from tailtune.train.model import load_model, prepare_tail
+    from tailtune.train.weights import load_model, prepare_tail
 
     tiny = tiny_recipe()
     stage = tiny.stages[0].model_copy(update={"num_trainable_layers": 99})
@@ -173,7 +174,7 @@ def train_layers(place: Place) -> None:
 def long_question(place: Place) -> None:
     from transformers import AutoTokenizer
 
-    from tailtune.train.sft import count_truncated
+    from tailtune.train.run import count_truncated
 
     tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
     rows = pa.table({"full-question": ["How? " * 50], "answer": ["So."]})
@@ -314,7 +315,7 @@ RECIPES: list[Row] = [
      "recipe file TMP/own.yaml, line 6: expected ',' or ']', but got ':'; correct the YAML"),
     ("broken JSON", recipe_file("{", name="own.json"), 2,
      "recipe file TMP/own.json: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct"),
-    ("empty file", recipe_file(""), 2, "holds no mapping; start from a built-in one (recipes/survival.yaml)"),
+    ("empty file", recipe_file(""), 2, "holds no mapping; start from a built-in one (tailtune/recipes/survival.yaml)"),
     ("not a mapping", recipe_file("- a\n"), 2, "recipe file TMP/own.yaml holds no mapping; start from a built-in one"),
     ("key stands twice", recipe("seed: 42", "seed: 42\nseed: 43"), 2,
      "recipe file TMP/own.yaml, line 5: key 'seed' stands twice; correct the YAML"),
@@ -544,12 +545,12 @@ def test_the_metrics_of_the_table_would_pass(tmp_path: Path, prepared: Path) -> 
 
 
 def test_bad_input_before_a_run_makes_no_directory(tmp_path: Path) -> None:
-    result = CliRunner().invoke(pipeline.main, ["--local", "-p", "epoch=1"])
+    result = CliRunner().invoke(pipeline_cli.main, ["--local", "-p", "epoch=1"])
     assert result.exit_code == 2 and not list(tmp_path.iterdir())
 
 
 def test_the_recipe_that_the_table_breaks_is_good(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(SURVIVAL, encoding="utf-8")
     assert load_recipe(tmp_path / "own.yaml") == load_recipe("survival"), "a copy finds the samples too"
-    result = CliRunner().invoke(pipeline.main, ["--dry-run", "--recipe", "own.yaml"])
+    result = CliRunner().invoke(pipeline_cli.main, ["--dry-run", "--recipe", "own.yaml"])
     assert result.exit_code == 0, result.output

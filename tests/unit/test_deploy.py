@@ -19,8 +19,8 @@ from kubernetes.client import ApiClient, models
 import tailtune
 from tailtune.jobs.job import Job
 from tailtune.jobs.pods import pod_template
-from tailtune.jobs.training import make_job
-from tailtune.recipe import Cluster
+from tailtune.jobs.train_step import make_job
+from tailtune.recipe.schema import Cluster
 from tailtune.run import Run
 
 Manifest = dict[str, Any]

@@ -10,7 +10,7 @@ from conftest import tiny_recipe
 
 from tailtune.errors import UserError
 from tailtune.gate import judge, judge_file, raise_verdict, verdict_lines, verdict_markdown
-from tailtune.recipe import GateRule
+from tailtune.recipe.schema import GateRule
 
 
 def rule(comparison: str = "<=", threshold: float = 1.0, metric: str = "loss") -> GateRule:

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import tailtune
-from tailtune import fetch
+from tailtune.fetch import dataset as fetch
 from tailtune.jobs.pods import CACHES
 from tailtune.provenance import git_commit
 

@@ -15,7 +15,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 import pipeline
-from tailtune.recipe import (
+import pipeline_cli
+from tailtune.recipe.load import (
     PARAMETERS,
     list_recipes,
     load_recipe,
@@ -38,13 +39,13 @@ STEPS = {
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(pipeline.main, list(arguments))
+    return CliRunner().invoke(pipeline_cli.main, list(arguments))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("compiled") / "survival.yaml"
-    pipeline.compile_recipe(load_recipe("survival"), path)
+    pipeline_cli.compile_recipe(load_recipe("survival"), path)
     return path.read_text(encoding="utf-8")
 
 
@@ -65,7 +66,7 @@ def compiled_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def test_compiling_twice_gives_the_same_bytes(compiled: str, tmp_path: Path) -> None:
-    pipeline.compile_recipe(load_recipe("survival"), tmp_path / "again.yaml")
+    pipeline_cli.compile_recipe(load_recipe("survival"), tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_text(encoding="utf-8") == compiled
 
 
@@ -192,8 +193,8 @@ def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification:
 def test_compile_time(tmp_path: Path) -> None:
     """Under 3 s on an idle laptop; a busy machine is given more."""
     program = (
-        "import sys; from pathlib import Path; import pipeline; from tailtune.recipe import load_recipe\n"
-        "pipeline.compile_recipe(load_recipe('survival'), Path(sys.argv[1]))\n"
+        "import sys; from pathlib import Path; import pipeline_cli; from tailtune.recipe.load import load_recipe\n"
+        "pipeline_cli.compile_recipe(load_recipe('survival'), Path(sys.argv[1]))\n"
         "print('torch' in sys.modules)"
     )
     start = time.monotonic()

@@ -15,9 +15,10 @@ from http_server import NAMESPACE
 from kubernetes_server import cluster
 
 import pipeline
+import pipeline_cli
 import pipeline_server
 from tailtune.errors import UserError
-from tailtune.recipe import load_recipe
+from tailtune.recipe.load import load_recipe
 
 ROOT = Path(pipeline.__file__).parent
 COMPILED = ROOT / "compiled" / "survival.yaml"
@@ -33,7 +34,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(pipeline.main, list(arguments))
+    return CliRunner().invoke(pipeline_cli.main, list(arguments))
 
 
 def test_exactly_the_compiled_file_is_uploaded_and_started(server: Server) -> None:

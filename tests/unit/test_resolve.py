@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_recipe
 
 from tailtune.errors import UserError
-from tailtune.recipe import without_secrets
+from tailtune.recipe.schema import without_secrets
 from tailtune.resolve import resolve_run
 from tailtune.run import MOUNTS, Run
 

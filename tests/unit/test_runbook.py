@@ -23,21 +23,23 @@ from test_deploy import DEPLOY, documents, of_kind, violations
 from trl import SFTConfig
 
 import pipeline
+import pipeline_cli
 import pipeline_server
 import tailtune.cli
 from tailtune import images
 from tailtune.gate import verdict_lines
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import job_name
-from tailtune.jobs.training import make_job
+from tailtune.jobs.train_step import make_job
 from tailtune.log import MARK, log
-from tailtune.recipe import PARAMETERS, Cluster, Recipe, load_recipe, parse_parameters, with_overrides
+from tailtune.recipe.load import PARAMETERS, load_recipe, parse_parameters, with_overrides
+from tailtune.recipe.schema import Cluster, Recipe
 from tailtune.run import Run
 from tailtune.train.arguments import check_trainer_arguments
 
 ROOT = Path(pipeline.__file__).parent
 RUNBOOK, README = ROOT / "notebooks-free-runbook.md", ROOT / "README.md"
-DESK = ROOT / "docs" / "desk.yaml"
+DESK = ROOT / "deploy" / "inspect-pod.yaml"
 PAGES = (RUNBOOK, README, ROOT / "docs" / "which-technique.md", ROOT / "docs" / "journal-template.md",
          ROOT / "images" / "README.md", ROOT / "images" / "data" / "README.md")  # fmt: skip
 NAMESPACE = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["namespace"]
@@ -101,7 +103,7 @@ COMMANDS = tailtune.cli.main.commands
 
 def parse(program: str, arguments: list[str]) -> dict[str, Any]:
     """What click makes of a command line; raises what click raises. Nothing runs."""
-    command: click.Command = pipeline.main
+    command: click.Command = pipeline_cli.main
     if program == "tailtune":
         if arguments[0].startswith("-"):
             command = tailtune.cli.main
@@ -366,7 +368,7 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(*arguments: str) -> set[str]:
-        result = CliRunner().invoke(pipeline.main, list(arguments))
+        result = CliRunner().invoke(pipeline_cli.main, list(arguments))
         assert result.exit_code == 0, result.output
         return {normal(line) for line in result.output.splitlines()}
 
@@ -434,7 +436,7 @@ def test_the_reading_of_templates_finds_drift() -> None:
 
 
 def test_a_parameter_that_is_refused_says_what_the_runbook_shows() -> None:
-    result = CliRunner().invoke(pipeline.main, ["--dry-run", "-p", "epoch=2"])
+    result = CliRunner().invoke(pipeline_cli.main, ["--dry-run", "-p", "epoch=2"])
     (shown,) = output_with("unknown key")
     assert result.stderr.startswith(shown.removesuffix("…"))
 

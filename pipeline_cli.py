@@ -1,0 +1,303 @@
+"""The command line of pipeline.py: compile, run here, submit, schedule, cancel."""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline import make_pipeline, parameter_values
+from pipeline_local import local_parameters, local_recipe, relative, run_local
+from pipeline_server import PipelineServer, find_connection, trigger
+from tailtune import __version__
+from tailtune.errors import UserError
+from tailtune.jobs.local import share_cores
+from tailtune.log import configure
+from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
+from tailtune.recipe.schema import Recipe
+from tailtune.run import RUN_NAME
+
+ROOT = Path(__file__).resolve().parent
+COMPILED = ROOT / "compiled"
+
+
+def compile_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the pipeline's YAML, byte for byte the same every time."""
+    from kfp import compiler
+
+    # `local:` is read on one machine only, and holds this machine's paths.
+    compiler.Compiler().compile(make_pipeline(recipe.model_copy(update={"local": {}})), str(path))
+
+
+def compile_all() -> None:
+    """Write compiled/RECIPE.yaml for every built-in recipe."""
+    COMPILED.mkdir(exist_ok=True)
+    for name in list_recipes():
+        path = COMPILED / f"{name}.yaml"
+        compile_recipe(load_recipe(name), path)
+        click.echo(path.relative_to(ROOT))
+
+
+def check_compiled() -> bool:
+    """Whether compiled/ is what the recipes compile to; prints the difference where not."""
+    expected = {f"{name}.yaml" for name in list_recipes()}
+    drifted = [
+        f"{path.name}: no recipe of this name\n" for path in COMPILED.glob("*.yaml") if path.name not in expected
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in list_recipes():
+            fresh, stored = Path(folder) / f"{name}.yaml", COMPILED / f"{name}.yaml"
+            compile_recipe(load_recipe(name), fresh)
+            old = stored.read_text().splitlines(keepends=True) if stored.is_file() else []
+            new = fresh.read_text().splitlines(keepends=True)
+            drifted += difflib.unified_diff(old, new, f"compiled/{name}.yaml", "recompiled")
+    click.echo("".join(drifted), nl=False)
+    return not drifted
+
+
+def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> tuple[str, str, str]:
+    """(pipeline's id, version's id, version's name) of the recipe's compiled file: the same bytes, the same version."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = compiled_file(recipe, final, Path(folder))
+        name = f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+        return *server.upload(path, recipe.name, name), name
+
+
+def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
+    """The compiled file of a recipe. Raises UserError.
+
+    It is the committed one of compiled/, unless the recipe is a user's own, the images are elsewhere, or `final`,
+    the recipe with all its overrides, asks for other nodes for the steps that run models: then it is made in `folder`.
+    """
+    from tailtune import images
+
+    nodes = {name: getattr(final.resources, name) for name in ("gpu", "tolerations", "node_selector")}
+    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=nodes)})
+    committed = COMPILED / f"{recipe.name}.yaml"
+    path = folder / committed.name
+    compile_recipe(variant, path)
+    if recipe.name in list_recipes():
+        if recipe.model_copy(update={"local": {}}) != load_recipe(recipe.name).model_copy(update={"local": {}}):
+            raise UserError(f"a recipe of your own is named '{recipe.name}' like a built-in one; give it another name")
+        if variant == recipe and images.REGISTRY == images.INTERNAL:
+            if not committed.is_file() or committed.read_bytes() != path.read_bytes():
+                raise UserError(
+                    f"{relative(committed)} is not what the recipe compiles to; run python pipeline.py first"
+                )
+            return committed
+    return path
+
+
+def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
+    """The parameters of a run on a cluster, for a recipe with all its overrides."""
+    recipe = recipe.model_copy(update={"local": {}})
+    return {**parameter_values(recipe), "recipe": recipe.to_json(), "run_name": run_name}
+
+
+def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
+           timeout_seconds: float | None) -> bool:  # fmt: skip
+    """Start a run on a cluster and print its address; whether it succeeded, as far as it was watched.
+
+    `final` is the recipe with its overrides: they are the run's, not the uploaded version's.
+    """
+    pipeline, version, version_name = upload(recipe, final, server)
+    run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
+                       parameters=cluster_parameters(final, run_name))  # fmt: skip
+    click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
+    click.echo(server.address(run))
+    if not os.environ.get("TAILTUNE_DASHBOARD"):
+        click.echo(
+            f"in the dashboard: Develop & train, Pipelines, Runs, project {server.connection.namespace}", err=True
+        )
+    if not watch:
+        return True
+    state = server.watch(run, timeout_seconds)
+    click.echo(f"the run {state.lower()}", err=True)
+    return state == "SUCCEEDED"
+
+
+def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
+             latest: dict[str, Any] | None, max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
+    """Make the one schedule of this name be so. `latest`: of the latest version, with these run parameters alone.
+
+    All others then are that version's own; else they are this recipe's, all of it.
+    """
+    parameters = cluster_parameters(final, "") if latest is None else latest
+    if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
+        raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place; "
+                        "give run parameters (see --list), or leave --latest out")  # fmt: skip
+    pipeline, version, version_name = upload(recipe, final, server)
+    server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
+                    parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
+    what = version_name if latest is None else "its latest version"
+    click.echo(f"schedule '{name}': {recipe.name}, {what}, '{when}' in the pipeline server's time zone, UTC", err=True)
+
+
+def cancel_run(name: str, server: PipelineServer) -> None:
+    """End the runs of this name or id. Their train step deletes its job; what is left of it goes here.
+
+    A job that is deleted alone comes back: KFP tries the step again.
+    """
+    from tailtune.jobs.cleanup import cancel
+    from tailtune.jobs.kubernetes import Cluster
+
+    ended = server.terminate(name)
+    names = sorted({name, *(one.run_name for one in ended if one.run_name)})
+    try:
+        there = Cluster(server.connection.namespace, api_seconds=20)
+    except UserError as error:
+        click.echo(f"jobs are left to the run's own steps: {error}", err=True)
+        there = None
+    jobs = []
+    if there:
+        jobs += [job for one in names for job in cancel(there, run=one)]
+        jobs += [job for one in ended for job in cancel(there, pipeline_run=one.id) if job not in jobs]
+    for job in jobs:
+        click.echo(job)
+    where = f" at {there.configuration.host}" if there else ""
+    click.echo(f"runs ended: {len(ended)}, jobs deleted: {len(jobs)}{where}", err=True)
+    if not ended and not jobs:
+        raise UserError(f"no run '{name}' goes on in {server.connection.namespace}; the dashboard has names and ids")
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.option("--recipe", "recipe_name", help="A built-in recipe's name, or the path of your own .yaml file.")
+@click.option("--local", "local_run", is_flag=True, help="Run the whole pipeline on this machine.")
+@click.option("--submit", "submit_run", is_flag=True, help="Start a run on the cluster; prints its address.")
+@click.option("--schedule", "when", metavar="WHEN",
+              help="Start runs on the cluster by cron ('0 2 * * *', or six fields) or 'every 6 hours'.")  # fmt: skip
+@click.option("--run-name", help="Name of the run; a local one of this name is continued.")
+@click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE",
+              help="Run parameter or dotted recipe key, for example -p epochs=2. Repeatable.")  # fmt: skip
+@click.option("--experiment", default="tailtune", show_default=True, help="Group of runs in the dashboard.")
+@click.option("--watch", is_flag=True, help="With --submit: wait for the end; exit status 1 when it fails.")
+@click.option("--timeout", "timeout_seconds", type=float, help="With --watch: seconds to wait at most.")
+@click.option("--schedule-name", help="With --schedule: its name; the recipe's by default.")
+@click.option("--latest", is_flag=True, help="With --schedule: always the pipeline's latest version.")
+@click.option("--max-concurrency", type=click.IntRange(1, 10), default=1, show_default=True,
+              help="With --schedule: runs at the same time.")  # fmt: skip
+@click.option("--catch-up", is_flag=True, help="With --schedule: make up for runs that were missed.")
+@click.option("--cancel", metavar="RUN", help="End the runs of this name or id, and delete their training jobs.")
+@click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
+@click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
+@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, instead of the cluster's own "
+              "registry; TAILTUNE_IMAGE_REGISTRY says the same.")  # fmt: skip
+@click.option("--endpoint", help="Address of the pipeline server; found by the login where not given.")
+@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and parameters; run nothing.")
+@click.option("--check", is_flag=True, help="Exit with status 1 and a diff when compiled/ is out of date.")
+@click.option("--list", "list_them", is_flag=True, help="List the built-in recipes and the run parameters.")
+def main(
+    recipe_name: str | None,
+    local_run: bool,
+    submit_run: bool,
+    when: str | None,
+    run_name: str | None,
+    parameters: tuple[str, ...],
+    experiment: str,
+    watch: bool,
+    timeout_seconds: float | None,
+    schedule_name: str | None,
+    latest: bool,
+    max_concurrency: int,
+    catch_up: bool,
+    cancel: str | None,
+    list_schedules: bool,
+    unschedule: str | None,
+    image_registry: str | None,
+    endpoint: str | None,
+    namespace: str | None,
+    dry_run: bool,
+    check: bool,
+    list_them: bool,
+) -> None:
+    """Compile the recipes into compiled/ (no arguments), run one here (--local) or on a cluster (--submit)."""
+    share_cores()
+    modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
+             "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
+             "--unschedule": unschedule is not None, "--cancel": cancel is not None}  # fmt: skip
+    if sum(modes.values()) > 1:
+        raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
+    runs = local_run or dry_run or submit_run or when is not None
+    if (recipe_name or parameters) and not runs:
+        raise click.UsageError("--recipe and -p need --local, --submit, --schedule or --dry-run; "
+                               "without arguments all recipes are compiled")  # fmt: skip
+    if run_name is not None and not (local_run or submit_run):
+        raise click.UsageError("--run-name needs --local or --submit")
+    if watch and not submit_run:
+        raise click.UsageError("--watch needs --submit")
+    if image_registry:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
+            raise click.UsageError(
+                f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag"
+            )
+        os.environ["TAILTUNE_IMAGE_REGISTRY"] = image_registry  # read when tailtune.images is imported
+    configure()
+    try:
+        if list_them:
+            for name in list_recipes():
+                click.echo(f"{name:12} {load_recipe(name).description}")
+            click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
+        elif check:
+            sys.exit(0 if check_compiled() else 1)
+        elif cancel is not None:
+            cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
+        elif list_schedules or unschedule is not None:
+            server = PipelineServer(find_connection(endpoint, namespace))
+            if unschedule is not None:
+                if not server.unschedule(unschedule):
+                    raise UserError(f"there is no schedule '{unschedule}'; see --list-schedules")
+                click.echo(f"schedule '{unschedule}' deleted", err=True)
+            else:
+                click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
+        elif runs:
+            given = local_parameters(parse_parameters(parameters))
+            if local_run:
+                recipe = local_recipe(recipe_name, run_name, given)
+            else:
+                loaded = load_recipe(recipe_name or "survival")
+                recipe = with_overrides(loaded, given)
+            if dry_run:
+                _print_resolved(recipe)
+                return
+            name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
+            if not RUN_NAME.fullmatch(name):
+                raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
+                                "and no '-' or '.' in front")  # fmt: skip
+            if local_run:
+                succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
+                click.echo(Path("runs") / name)
+                sys.exit(0 if succeeded else 1)
+            if when is not None:
+                trigger(when)  # before anything is uploaded
+            server = PipelineServer(find_connection(endpoint, namespace))
+            if when is not None:
+                schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,
+                         latest=given if latest else None, max_concurrency=max_concurrency,
+                         catch_up=catch_up)  # fmt: skip
+            else:
+                succeeded = submit(
+                    loaded, recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds
+                )
+                sys.exit(0 if succeeded else 1)
+        else:
+            compile_all()
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+def _print_resolved(recipe: Recipe) -> None:
+    from tailtune.train.arguments import check_trainer_arguments
+    from tailtune.train.hardware import find_profile
+
+    check_trainer_arguments(recipe)
+    find_profile("cpu", recipe.hardware.profile)
+    click.echo(json.dumps({"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json())}, indent=2))

@@ -1,0 +1,30 @@
+"""The base class of every configuration, and the templates over columns."""
+
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def template_fields(template: str) -> list[str]:
+    """The `{names}` of a template, in order. Raises ValueError on broken braces and on `{a:b}`, `{a!r}`."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"template '{template}': {error}; write {{name}}, and {{{{ or }}}} for a brace") from None
+    for _, name, specification, conversion in parts:
+        if specification or conversion:
+            raise ValueError(f"template '{template}': '{name}' is followed by ':' or '!'; write {{{name}}}")
+    return [name for _, name, _, _ in parts if name]
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """`For {topic}, {question}` with the row's values."""
+    return "".join(
+        literal + (str(row[name]) if name else "") for literal, name, _, _ in string.Formatter().parse(template)
+    )

@@ -1,0 +1,133 @@
+"""The base model of a run: fetched from the hub, taken from a directory, or built small."""
+
+import re
+import shutil
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub as hub
+import pyarrow.parquet as pq
+from huggingface_hub import errors as hub_errors
+
+from tailtune.errors import UserError
+from tailtune.fetch import transfer
+from tailtune.fetch.hub import ask_hub, hub_endpoint
+from tailtune.log import log
+from tailtune.manifest import read_manifest, sha256_file, sha256_json
+from tailtune.parquet.split import split_rows
+from tailtune.recipe.schema import Recipe
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path) -> Path:
+    """Where the base model lies: `directory` when it is fetched or built, else the one that was named.
+
+    `data_dir` holds `data.parquet`; a small model trains its tokenizer on the training rows.
+    """
+    name = recipe.model.base_model
+    if name == "small":
+        from tailtune.fetch.small_model import build_small_model
+
+        table = pq.read_table(data_dir / "data.parquet")
+        train, _ = split_rows(table, recipe.data.split_by, recipe.data.validation_share, recipe.seed)
+        manifest = read_manifest(data_dir)
+        assert manifest is not None, "the parquet step publishes with a manifest"
+        return build_small_model(recipe, train, manifest["files"]["data.parquet"]["sha256"], directory)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"base_model {path} holds no config.json; give the directory of a Transformers model")
+        log.info("model: %s is used in place", path)
+        return path.resolve()
+    if not HUB_NAME.fullmatch(name):
+        raise UserError(f"base_model '{name}' is no directory and no hub name; give OWNER/NAME, a path, or small")
+    return fetch_model(name, directory, revision=recipe.model.revision)
+
+
+def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
+    """Name, kind (`hub`, `directory`, `small`) and a note, for the report."""
+    manifest = read_manifest(directory)
+    facts = manifest["facts"] if manifest else {}
+    small = recipe.model.base_model == "small"
+    kind = "small" if small else "directory" if Path(recipe.model.base_model).expanduser().is_dir() else "hub"
+    described = {"name": recipe.model.base_model, "kind": kind, "note": str(facts.get("note", ""))}
+    if small and recipe.model.small:
+        described["name"] = f"small {recipe.model.small.model_type}"
+    if facts.get("revision"):
+        described["revision"] = str(facts["revision"])
+    return described
+
+
+MODEL_FILE = re.compile(
+    r"(?!consolidated)[^/]+\.(json|safetensors|txt|model|tiktoken|jinja)"  # not Mistral's second copy
+    r"|additional_chat_templates/[^/]+\.jinja"
+    r"|(LICENSE|NOTICE|USE_POLICY)[^/]*"
+)
+
+
+def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
+    """Fetch a hub model (configuration, tokenizer, chat template, safetensors) into `directory`.
+
+    The commit is resolved once, recorded, and kept. Files that an interrupted attempt finished are
+    not received again. Returns `directory`. Raises UserError.
+    """
+    key = {"model": name, "revision": revision}
+    shown = f"model {name}"
+    if read_manifest(directory, key):
+        log.info("fetch: %s is here already: %s", shown, directory)
+        return directory
+    facts: dict[str, Any] = {"source": f"hf://{name}"}
+    endpoint = hub_endpoint()
+    with transfer.complete_or_absent(directory, key, facts, shown, endpoint) as (partial, hashes):
+        api = hub.HfApi(endpoint=endpoint)
+        info = ask_hub(api.model_info, name, revision=revision, files_metadata=True)
+        files = _model_files(info.siblings or [], shown)
+        facts |= {"revision": info.sha, "bytes": sum(file.size or 0 for file in files)}
+        log.info("fetch: %s: %s is commit %s, %s bytes", shown, revision, info.sha, f"{facts['bytes']:,}")
+        transfer.keep_if(partial, {"key": key, "revision": info.sha})
+        transfer.check_space(partial, facts["bytes"])
+        with transfer.logged_growth(partial, facts["bytes"]):
+            transfer.retry(bind(_snapshot, api, name, str(info.sha), partial, files))
+        shutil.rmtree(partial / ".cache", ignore_errors=True)
+        hashes |= _checked_hashes(partial, files, shown)
+        facts["sha256"] = sha256_json(hashes)
+    return directory
+
+
+def _model_files(siblings: list[Any], shown: str) -> list[Any]:
+    """What transformers reads, and the licence."""
+    files = [file for file in siblings if MODEL_FILE.fullmatch(file.rfilename)]
+    names = {file.rfilename for file in files}
+    if not any(name.endswith(".safetensors") for name in names):
+        raise UserError(f"{shown} has no .safetensors file; take a model or a revision that has safetensors")
+    if "config.json" not in names:
+        raise UserError(f"{shown} has no config.json; take a model that transformers can load")
+    return files
+
+
+def _snapshot(api: hub.HfApi, name: str, commit: str, partial: Path, files: list[Any]) -> None:
+    names = [file.rfilename for file in files]
+    try:
+        api.snapshot_download(name, revision=commit, local_dir=partial, allow_patterns=names, tqdm_class=transfer.Bar)
+    except hub_errors.LocalEntryNotFoundError as error:
+        raise error.__cause__ or error from None  # the hub's own answer, hidden behind "not found locally"
+    except RuntimeError as error:  # hf_xet has no class of its own for a transfer that failed
+        raise transfer.Interrupted(str(error)) from None
+    # When the hub cannot list its files in six tries of its client, 23 s in all, snapshot_download
+    # returns an incomplete folder with a warning only.
+    for file in files:
+        path = partial / file.rfilename
+        if not path.is_file() or file.size not in (None, path.stat().st_size):
+            raise transfer.GaveUp(f"{file.rfilename} did not arrive in full")
+
+
+def _checked_hashes(partial: Path, files: list[Any], shown: str) -> dict[str, str]:
+    """SHA-256 of every file, by name; those of large files are what the hub says."""
+    hashes = {file.rfilename: sha256_file(partial / file.rfilename) for file in files}
+    for file in files:
+        if file.lfs and hashes[file.rfilename] != file.lfs.sha256:
+            transfer.empty(partial)
+            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says; run again")
+    return hashes

@@ -1,0 +1,137 @@
+"""A small model of the recipe's own architecture, for runs without a downloaded one.
+
+The tokenizer is trained on the data, the weights are random and then pretrained for a moment on the
+training rows as plain text (no chat format, no system prompt), so that "before" in the report is a
+model that knows words and not mere noise. Validation rows are never seen.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tailtune.errors import UserError
+from tailtune.kinds.chat.prompt import freeze_chat_template, row_answer, row_question
+from tailtune.log import log
+from tailtune.manifest import RESULTS_VERSION, publish, read_manifest
+from tailtune.recipe.schema import Recipe, SmallModel
+
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 16
+WARMUP_STEPS = 20
+MAX_TOKENIZER_ROWS = 200_000  # BPE gains nothing from more, and would count words for minutes
+NOTE = (
+    "A small model of the recipe's architecture, built on this machine: tokenizer trained on the training "
+    "rows, random weights pretrained for {steps} steps on the same rows as plain text. Its answers show the "
+    "mechanism, not what the full-size model can do."
+)
+
+
+def build_small_model(recipe: Recipe, train: pa.Table, data_sha256: str, directory: Path) -> Path:
+    """Build, pretrain and publish the recipe's small model; a finished one is left untouched.
+
+    `train` holds the training rows alone (columns of `data.columns`). Returns `directory`.
+    """
+    small = recipe.model.small
+    if small is None:
+        raise UserError("model.base_model is 'small' but the recipe has no model.small; describe it there")
+    key = {
+        "version": RESULTS_VERSION,
+        "small": small.model_dump(),
+        "prompt": recipe.prompt.model_dump(),
+        "data": data_sha256,
+        "split": [recipe.data.split_by, recipe.data.validation_share],
+        "seed": recipe.seed,
+    }
+    if read_manifest(directory, key):
+        log.info("model: small %s is built already", small.model_type)
+        return directory
+    facts: dict[str, object] = {"kind": "small", "note": NOTE.format(steps=small.pretrain_steps)}
+    with publish(directory, key, facts) as partial:
+        rows = train.to_pylist()
+        texts = [f"{row_question(recipe.prompt, r)}\n{row_answer(recipe.prompt, r)}" for r in rows]
+        random.Random(recipe.seed).shuffle(texts)
+        tokenizer = _train_tokenizer(small, [recipe.prompt.system, *texts[:MAX_TOKENIZER_ROWS]])
+        model = _new_model(small, tokenizer, recipe.seed)
+        _pretrain(model, tokenizer, texts, small)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    log.info("model: built %s with %s parameters", small.model_type, f"{model.num_parameters():,}")
+    return directory
+
+
+def _train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=small.vocab_size,
+            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+    freeze_chat_template(tokenizer)
+    return tokenizer
+
+
+def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
+    if small.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers; "
+                        "use for example smollm3, llama or gpt_neox")  # fmt: skip
+    config = AutoConfig.for_model(
+        small.model_type,
+        vocab_size=len(tokenizer),
+        hidden_size=small.hidden_size,
+        intermediate_size=small.intermediate_size,
+        num_hidden_layers=small.num_layers,
+        num_attention_heads=small.num_heads,
+        num_key_value_heads=small.num_key_value_heads,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], small: SmallModel) -> None:
+    """Causal-LM steps over the texts, joined by end-of-text and cut into chunks; cosine schedule."""
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    stream = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, end]]
+    chunk = BATCH_SIZE * SEQUENCE_LENGTH
+    while len(stream) < chunk:  # a handful of rows: read them several times
+        stream += stream
+    tokens = torch.tensor(stream)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=small.pretrain_learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=WARMUP_STEPS),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, small.pretrain_steps - WARMUP_STEPS)),
+        ],
+        milestones=[WARMUP_STEPS],
+    )
+    model.train()
+    for step in range(small.pretrain_steps):
+        start = (step * chunk) % (len(tokens) - chunk + 1)
+        batch = tokens[start : start + chunk].view(BATCH_SIZE, SEQUENCE_LENGTH)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == small.pretrain_steps - 1:
+            log.info("model: pretraining step %d/%d loss %.3f", step + 1, small.pretrain_steps, loss.item())

@@ -1,0 +1,109 @@
+"""The train step: launch a stage as a job, once."""
+
+from pathlib import Path
+
+from tailtune.errors import UserError
+from tailtune.jobs import local
+from tailtune.jobs.job import BadInput, Job, JobFailed, Pod, job_name, label_value
+from tailtune.log import log
+from tailtune.manifest import read_json, read_manifest, write_json, write_text
+from tailtune.run import MOUNTS, Run
+from tailtune.training_key import claim_checkpoints, training_key
+
+
+def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
+    """Train the recipe's stage and return `best_model/`; a finished one is left untouched.
+
+    `data_dir` holds `data.parquet` with its manifest, `model_dir` the base model. On a cluster the ranks
+    run in pods of `trainer_image`. Raises JobFailed, and UserError when the run's checkpoints come from
+    other settings.
+    """
+    recipe = run.recipe
+    if read_manifest(data_dir) is None:
+        raise UserError(f"{data_dir} holds no complete Parquet file; run the parquet step first")
+    key = training_key(recipe, data_dir, model_dir)
+    recipe_path = run.models_dir / "recipe.json"
+    if read_manifest(run.best_model_dir, key):
+        write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
+        log.info("train: best_model/ is complete, no step to do")
+        return run.best_model_dir
+    claim_checkpoints(run.models_dir / "checkpoints", key)
+    write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
+    job = make_job(run, data_dir, model_dir, recipe_path, trainer_image)
+    if run.local:
+        local.run_job(job)
+    else:
+        _run_on_cluster(run, job)
+    if read_manifest(run.best_model_dir, key) is None:  # succeeded, but not on the volume that is mounted here
+        raise JobFailed(f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model; mount the same volume "
+                        "in this step and in the job's pods")  # fmt: skip
+    return run.best_model_dir
+
+
+def _run_on_cluster(run: Run, job: Job) -> None:
+    """Run the job, unless it has failed in this run already in a way that another attempt would meet again.
+
+    The platform tries a step again whatever its reason, so the reason is left on the volume.
+    """
+    from tailtune.jobs import follow, kubernetes
+
+    told = read_json(run.bad_input_path)
+    if told and told["pipeline_run"] == run.pipeline_run != "":
+        raise BadInput(told["message"])
+    try:
+        follow.run_job(job, kubernetes.Cluster())
+    except BadInput as error:
+        write_json(run.bad_input_path, {"pipeline_run": run.pipeline_run, "message": str(error)})
+        raise
+
+
+def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, trainer_image: str) -> Job:
+    """The recipe's stage as a job."""
+    recipe, resources, claims = run.recipe, run.recipe.resources, run.recipe.cluster
+    stage = recipe.stages[0]
+    labels = {
+        "app.kubernetes.io/name": "tailtune",
+        "app.kubernetes.io/component": "training",
+        "app.kubernetes.io/managed-by": "tailtune",
+        "app.kubernetes.io/instance": label_value(run.name),
+        "tailtune.io/run": label_value(run.name),
+        "tailtune.io/pipeline-run": label_value(run.pipeline_run),
+        "tailtune.io/recipe": recipe.name,
+        "tailtune.io/stage": stage.name,
+    }
+    pod = None if run.local else Pod(
+        image=trainer_image,
+        cpu=resources.cpu,
+        memory=resources.memory,
+        cpu_request=resources.cpu_request,
+        memory_request=resources.memory_request,
+        gpu=resources.gpu,
+        volumes=(
+            (claims.data_claim, MOUNTS["data_dir"]),
+            (claims.models_claim, MOUNTS["models_dir"]),
+            (claims.workspace_claim, MOUNTS["workspace_dir"]),
+        ),
+        kind=resources.job_kind,
+        queue=resources.queue,
+        tolerations=tuple(resources.tolerations),
+        node_selector=resources.node_selector,
+    )  # fmt: skip
+    return Job(
+        name=f"{recipe.name}-{stage.name}" if run.local else job_name(run.name, stage.name),
+        module="tailtune.train",
+        args=("--recipe", str(recipe_path), "--stage", stage.name, "--model-dir", str(model_dir)),
+        num_nodes=resources.num_nodes,
+        ranks_per_node=resources.ranks_per_node,
+        max_restarts=resources.max_restarts,
+        shutdown_seconds=resources.shutdown_seconds,
+        environment={
+            **resources.environment,
+            "DATA_DIR": str(data_dir),
+            "OUTPUT_DIR": str(run.models_dir),
+            "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),
+        },
+        labels=labels,
+        start_seconds=resources.start_seconds,
+        deadline_seconds=resources.deadline_seconds,
+        pod=pod,
+    )

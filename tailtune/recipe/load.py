@@ -1,0 +1,266 @@
+"""The recipe: WHAT is trained, on what, and when it is good enough. Data only, no torch, no kfp.
+
+A recipe is a YAML file. Values are overridden, in this order of precedence, by the recipe's own
+`local:` overlay (laptop runs only), by run parameters (`-p`, the dashboard) and by environment
+variables of the training container. Every override is a dotted key, for example
+`stages.0.trainer.learning_rate`; `PARAMETERS` gives the common ones a short name.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tailtune.config import Config
+from tailtune.errors import UserError, did_you_mean
+from tailtune.recipe.schema import Recipe
+
+BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
+PARAMETERS: dict[str, str] = {
+    "base_model": "model.base_model",
+    "model_revision": "model.revision",
+    "data_source": "data.source",
+    "epochs": "stages.0.trainer.num_train_epochs",
+    "batch_size": "stages.0.trainer.per_device_train_batch_size",
+    "learning_rate": "stages.0.trainer.learning_rate",
+    "num_nodes": "resources.num_nodes",
+    "ranks_per_node": "resources.ranks_per_node",
+    "queue": "resources.queue",
+    "training_data_pvc": "cluster.data_claim",
+    "trained_models_pvc": "cluster.models_claim",
+    "workspace_pvc": "cluster.workspace_claim",
+    "hf_secret": "cluster.hf_secret",
+    "s3_secret": "cluster.s3_secret",
+    "ca_secret": "cluster.ca_secret",
+    "seed": "seed",
+}
+"""Run parameter → dotted key of the recipe."""
+ENVIRONMENT: dict[str, str] = {
+    "EPOCHS": "epochs",
+    "BATCH_SIZE": "batch_size",
+    "LEARNING_RATE": "learning_rate",
+}
+"""Environment variable of the training container → run parameter."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with floats and booleans of 1.2: `5e-5` is a number and `off` a text, unlike in PyYAML's YAML 1.1.
+
+    A key that stands twice is an error: PyYAML would take the last one without a word.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
+            seen |= {key.value} if isinstance(key.value, str) else set()
+        return node
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+               r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)  # fmt: skip
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text → plain values."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def list_recipes() -> list[str]:
+    """Names of the built-in recipes."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
+    """A built-in recipe by name, or a user's file by path.
+
+    Paths in the file (`data.source`, `model.base_model`, also in `local:`) are relative to the
+    file. Raises UserError that names the field and the remedy.
+    """
+    text = os.fspath(name_or_path)
+    if text in list_recipes():
+        path = BUILT_IN / f"{text}.yaml"
+    elif text.endswith((".yaml", ".yml", ".json")) or os.sep in text:
+        path = Path(text)
+    else:
+        raise UserError(f"no recipe '{text}'{did_you_mean(text, list_recipes())}; built in: "
+                        f"{', '.join(list_recipes())}; or give a path that ends in .yaml")  # fmt: skip
+    try:
+        content = path.read_text(encoding="utf-8")
+        raw = json.loads(content) if path.suffix == ".json" else parse_yaml(content)
+    except FileNotFoundError:
+        raise UserError(f"recipe file {path} does not exist; check the path, or see --list") from None
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe file {path} cannot be read: {error}; give a readable YAML file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"recipe file {path}: {error}; correct the JSON") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise UserError(f"recipe file {path}{line}: {problem}; correct the YAML") from None
+    if not isinstance(raw, dict):
+        raise UserError(
+            f"recipe file {path} holds no mapping; start from a built-in one (tailtune/recipes/survival.yaml)"
+        )
+    return _validate(_with_absolute_paths(raw, path.parent), source=str(path))
+
+
+def parse_recipe(text: str) -> Recipe:
+    """A recipe from its JSON form, the pipeline's parameter. Raises UserError."""
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"parameter 'recipe' is no JSON ({error}); leave it at its default, or paste the "
+                        "value of `recipe` that `pipeline.py --dry-run` prints") from None  # fmt: skip
+    if not isinstance(raw, dict):
+        raise UserError("parameter 'recipe' is no JSON object; leave it at its default")
+    return _validate(raw, source="parameter 'recipe'")
+
+
+def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe with run parameters and dotted keys replaced. Raises UserError on unknown keys."""
+    if not overrides:
+        return recipe
+    raw = recipe.model_dump(mode="json")
+    for key, value in overrides.items():
+        _set(raw, key, value)
+    return _validate(raw, source="with " + ", ".join(overrides))
+
+
+def with_local_overlay(recipe: Recipe) -> Recipe:
+    """The recipe as it runs on this machine."""
+    try:
+        return with_overrides(recipe, recipe.local)
+    except UserError as error:
+        raise UserError(f"the recipe's local: overlay: {error}") from None
+
+
+def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
+    """The recipe with the training container's variables (`EPOCHS`, …) on top: they win."""
+    found = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
+    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(text) for name, text in found.items()})
+
+
+def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts → overrides. Raises UserError on a text without `=`."""
+    overrides = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"-p {pair}: write KEY=VALUE, for example -p epochs=2")
+        overrides[key.strip()] = parse_value(text)
+    return overrides
+
+
+def parse_value(text: str) -> Any:
+    """The typed value of a `-p KEY=VALUE` text: a YAML scalar, list or `{a: 1}`.
+
+    `{answer}` and `Answer: briefly`, mappings in YAML, are texts.
+    """
+    try:
+        value = parse_yaml(text) if text.strip() else text
+    except yaml.YAMLError:
+        return text
+    is_text = isinstance(value, dict) and not (text.lstrip().startswith("{") and ":" in text)
+    return text if is_text else value
+
+
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Replace one value of the raw recipe by its parameter name or dotted key."""
+    path = PARAMETERS.get(key, key).split(".")
+    at: Any = raw
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        prefix = ".".join(path[:depth])
+        if isinstance(at, list):
+            if not part.isdigit() or int(part) >= len(at):
+                raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(at) - 1}")
+            index: Any = int(part)
+        elif isinstance(at, dict):
+            free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local", "environment", "node_selector")
+            if part not in at and not (free and last):
+                known = [f"{prefix}.{name}" if prefix else name for name in at]
+                known += list(PARAMETERS) if depth == 0 else []
+                raise UserError(f"unknown key '{key}'{did_you_mean('.'.join(path[: depth + 1]), known)}; "
+                                f"known here: {', '.join(known)}")  # fmt: skip
+            index = part
+        else:
+            raise UserError(f"unknown key '{key}': '{prefix}' is a single value; set that")
+        if last:
+            at[index] = value
+        else:
+            at = at[index]
+
+
+def _validate(raw: dict[str, Any], source: str) -> Recipe:
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        # an unknown key first: it is the likely cause of a key that is missing
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        shown = "; ".join(_describe(problem) for problem in problems[:3])
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(f"recipe {source}: {shown}{more}") from None
+
+
+def _describe(problem: Any) -> str:
+    """One of pydantic's errors: the field, what is wrong, and the remedy."""
+    field = ".".join(str(part) for part in problem["loc"]) or "recipe"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(problem["loc"][:-1])
+        return f"{field}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}; known: {', '.join(known)}"
+    if problem["type"] == "missing":
+        return f"{field}: is missing; add it"
+    detail = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {given!r})")
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    """Field names of the configuration class at a location of the recipe."""
+    kind: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = kind.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        kind = next(c for c in candidates if isinstance(c, type) and issubclass(c, Config))
+    return list(kind.model_fields)
+
+
+def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resolve the file paths that a recipe file names against the file's own folder."""
+
+    def resolved(value: Any) -> Any:
+        if not isinstance(value, str) or "://" in value:
+            return value
+        own = (folder / Path(value).expanduser()).resolve()
+        if not own.exists() and value.startswith("samples/") and (BUILT_IN / value).exists():
+            return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the samples that came with it
+        return str(own) if own.exists() or value.startswith(("./", "../", "~", "samples/")) else value
+
+    for section, field in (("data", "source"), ("model", "base_model")):
+        if isinstance(raw.get(section), dict) and field in raw[section]:
+            raw[section][field] = resolved(raw[section][field])
+    if isinstance(raw.get("local"), dict):
+        path_keys = {"data.source", "model.base_model", "data_source", "base_model"}
+        raw["local"] = {k: resolved(v) if k in path_keys else v for k, v in raw["local"].items()}
+    return raw

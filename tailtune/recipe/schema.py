@@ -1,0 +1,276 @@
+"""The recipe: WHAT is trained, on what, and when it is good enough. Data only, no torch, no kfp."""
+
+import difflib
+import json
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tailtune.config import Config, template_fields
+from tailtune.errors import did_you_mean
+from tailtune.kinds.chat.config import METRICS, Demo, Evaluation, Generation, Prompt
+
+Quantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$"),
+]
+"""Kubernetes' notation of an amount: `6`, `500m`, `20Gi`."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+"""Of an object of Kubernetes."""
+
+
+class SmallModel(Config):
+    """A model of the recipe's own architecture that is built, not downloaded: for laptops and tests."""
+
+    model_type: str
+    """Transformers' name of the architecture, for example `smollm3`."""
+    vocab_size: Annotated[int, Field(ge=300)]
+    """Tokens of the byte-level BPE tokenizer that is trained on the data (256 are the bytes)."""
+    hidden_size: Annotated[int, Field(ge=8)]
+    intermediate_size: Annotated[int, Field(ge=8)]
+    num_layers: Annotated[int, Field(ge=1)]
+    num_heads: Annotated[int, Field(ge=1)]
+    num_key_value_heads: Annotated[int, Field(ge=1)]
+    pretrain_steps: Annotated[int, Field(ge=0)]
+    """Steps of pretraining on plain text, so that "before" is more than noise."""
+    pretrain_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "SmallModel":
+        for size, number in (("hidden_size", "num_heads"), ("num_heads", "num_key_value_heads")):
+            if getattr(self, size) % getattr(self, number):
+                raise ValueError(f"{size} {getattr(self, size)} is no multiple of {number} {getattr(self, number)}")
+        return self
+
+
+class Model(Config):
+    base_model: Annotated[str, Field(min_length=1)]
+    """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
+    revision: str = "main"
+    """Branch, tag or commit on the hub; the commit is recorded at the first fetch and kept."""
+    small: SmallModel | None = None
+
+    @model_validator(mode="after")
+    def _small_is_described(self) -> "Model":
+        if self.base_model == "small" and self.small is None:
+            raise ValueError("base_model is 'small' but model.small is not given; describe it, or name a model")
+        return self
+
+
+class Data(Config):
+    source: Annotated[str, Field(min_length=1)]
+    """`hf://datasets/OWNER/NAME[@revision][/file]`, `https://`, `s3://`, a path, or `embedded`."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    format: Literal["auto", "json", "jsonl", "csv", "txt", "parquet"] = "auto"
+    columns: Annotated[dict[str, str], Field(min_length=1)]
+    """Column of the Parquet file → template over the source's columns, `For {topic}, {question}`."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    split_by: str
+    """The column whose value decides the side of the split: equal values never stand on both."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    skip_unchanged: bool = False
+    """End a run early, with a note, when data and settings are those of the recipe's last promoted run."""
+
+    @model_validator(mode="after")
+    def _templates_are_sound(self) -> "Data":
+        for column, template in self.columns.items():
+            if not template_fields(template):
+                raise ValueError(
+                    f"columns.{column} names no source column; write for example '{{{template.strip() or 'question'}}}'"
+                )
+        if self.split_by not in self.columns:
+            raise ValueError(f"split_by is '{self.split_by}', which is not a column; use one of {list(self.columns)}")
+        return self
+
+
+class TailSettings(Config):
+    """Tail training and its five savings; each can be switched off, for measurement and for doubt.
+
+    The result is the same training. A model that cannot be split runs whole, with a warning.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+    """`off` runs TRL's SFTTrainer on the whole model."""
+    stop_backward: bool = True
+    """End the backward pass where training ends."""
+    packing: bool = True
+    """No pads in matrix products."""
+    answer_head: bool = True
+    """Run the head only where there is a label."""
+    cache: Literal["auto", "gpu", "host", "disk", "none"] = "auto"
+    """Where the frozen layers' states are kept from their one computation."""
+    shared_prompt: bool = True
+    """Compute the prompt that rows share once."""
+
+    @model_validator(mode="after")
+    def _cached_states_have_no_gradient(self) -> "TailSettings":
+        if not self.stop_backward and self.cache != "none":
+            raise ValueError("stop_backward is false, so states need their gradient; set cache to 'none' as well")
+        return self
+
+
+class Stage(Config):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+    kind: Literal["sft"]
+    num_trainable_layers: Annotated[int, Field(ge=0)]
+    """The last layers that train; everything below them is frozen."""
+    train_head: bool = True
+    """Whether the language-modelling head trains, untied from the input embedding."""
+    loss: Literal["answer", "all"] = "answer"
+    """Positions that carry a label: the answer's tokens, or all."""
+    tail: TailSettings = TailSettings()
+    scale_learning_rate: bool = True
+    """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
+    trainer: dict[str, Any]
+    """Arguments of `trl.SFTConfig`, passed through and checked before anything runs."""
+
+    @model_validator(mode="after")
+    def _trainer_has_the_run_parameters(self) -> "Stage":
+        for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
+            value = self.trainer.get(name)
+            if name not in self.trainer:
+                near = difflib.get_close_matches(name, self.trainer, n=1)
+                raise ValueError(f"trainer.{name} is missing{f'; is it meant by {near[0]!r}?' if near else '; add it'}")
+            if name == "per_device_train_batch_size" and isinstance(value, float) and value % 1:
+                raise ValueError(f"trainer.{name} must be a whole number, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"trainer.{name} must be a finite number above 0, found {value!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> "Stage":
+        if self.num_trainable_layers == 0 and not self.train_head:
+            raise ValueError("num_trainable_layers is 0 and train_head is false, so nothing would train")
+        return self
+
+
+class GateRule(Config):
+    metric: str
+    comparison: Literal["<", "<=", ">", ">="]
+    threshold: float
+
+
+class Resources(Config):
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
+    """One rank per GPU; without a GPU, processes on the CPU."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    shutdown_seconds: Annotated[int, Field(ge=1)] = 300
+    """Time that a checkpoint may take after SIGTERM before the ranks are killed."""
+    # of a pod, on a cluster; quantities as Kubernetes writes them
+    gpu: str = "nvidia.com/gpu"
+    """Name of the GPU resource; empty to train on the CPU."""
+    cpu: Quantity = "6"
+    cpu_request: Quantity = "4"
+    memory: Quantity = "20Gi"
+    memory_request: Quantity = "16Gi"
+    job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
+    """What the training job is made as; `auto` takes what the cluster has, PyTorchJob first."""
+    queue: str = ""
+    """LocalQueue of Kueue; empty where jobs do not queue."""
+    tolerations: list[dict[str, str]] = []
+    node_selector: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    """Variables of the ranks, for example `{NCCL_DEBUG: INFO}`; secrets do not belong here."""
+    start_seconds: Annotated[int, Field(ge=1)] = 3600
+    """How long all pods may take until they run: queue, node, image."""
+    deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
+    """How long the whole job may take."""
+
+
+class Cluster(Config):
+    """What a cluster holds for the run, by name."""
+
+    data_claim: Name = "training-data-pvc"
+    """Volume claims. Several nodes need ReadWriteMany."""
+    models_claim: Name = "trained-models-pvc"
+    workspace_claim: Name = "workspace-pvc"
+    hf_secret: Name = "huggingface-token"
+    """Secrets, mounted as files into the steps that fetch; one that does not exist is left out. Key `token`."""
+    s3_secret: Name = "data-connection"
+    """Keys of an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
+    ca_secret: Name = "ca-bundle"
+    """Key `ca-bundle.crt`: certificates that are trusted besides the public ones."""
+
+
+class Hardware(Config):
+    """`auto` takes the value of the profile that fits the device found."""
+
+    profile: str = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+
+
+class Recipe(Config):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+    description: str
+    seed: Annotated[int, Field(ge=0)] = 42
+    model: Model
+    data: Data
+    prompt: Prompt
+    stages: Annotated[list[Stage], Field(min_length=1, max_length=1)]
+    generation: Generation = Generation()
+    evaluation: Evaluation = Evaluation()
+    gate: Annotated[list[GateRule], Field(min_length=1)]
+    demo: Demo
+    resources: Resources = Resources()
+    cluster: Cluster = Cluster()
+    hardware: Hardware = Hardware()
+    local: dict[str, Any] = {}
+    """Dotted keys and values that apply to runs on this machine only."""
+
+    @model_validator(mode="after")
+    def _gate_metrics_are_measured(self) -> "Recipe":
+        for rule in self.gate:
+            if rule.metric not in METRICS:
+                raise ValueError(
+                    f"gate: metric '{rule.metric}' is not measured{did_you_mean(rule.metric, list(METRICS))}; "
+                    f"measured: {', '.join(METRICS)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _small_model_has_the_layers(self) -> "Recipe":
+        small = self.model.small if self.model.base_model == "small" else None
+        for i, stage in enumerate(self.stages):
+            if small and stage.num_trainable_layers > small.num_layers:
+                asked = f"stages.{i}.num_trainable_layers is {stage.num_trainable_layers}"
+                raise ValueError(f"{asked}, but model.small has {small.num_layers} layers; lower it")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_uses_columns(self) -> "Recipe":
+        for field in ("user", "assistant"):
+            for column in template_fields(getattr(self.prompt, field)):
+                if column not in self.data.columns:
+                    raise ValueError(
+                        f"prompt.{field} uses column '{column}', which data.columns does not make; "
+                        f"it makes {list(self.data.columns)}"
+                    )
+        if not template_fields(self.prompt.assistant):
+            raise ValueError("prompt.assistant uses no column, so every answer would be the same; "
+                             f"use one of {list(self.data.columns)}, for example '{{answer}}'")  # fmt: skip
+        return self
+
+    def public_dump(self) -> dict[str, Any]:
+        """As plain values, without what an address may hide: for reports and summaries."""
+        dumped = self.model_dump(mode="json")
+        dumped["data"]["source"] = without_secrets(self.data.source)
+        return dumped
+
+    def to_json(self) -> str:
+        """JSON: the form in which the recipe travels as one parameter of the pipeline."""
+        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
+
+
+def without_secrets(source: str) -> str:
+    """An address without user, password and query, which may hold a signature: for logs and reports."""
+    scheme, mark, rest = source.partition("://")
+    if scheme not in ("http", "https"):
+        return source
+    host, slash, path = rest.partition("/")
+    return scheme + mark + host.rsplit("@", 1)[-1] + slash + re.sub(r"[?#].*", "", path)

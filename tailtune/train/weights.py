@@ -1,0 +1,80 @@
+"""The model as it trains: head untied, everything below the last layers frozen, master weights in fp32."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tailtune.errors import UserError
+from tailtune.recipe.schema import Stage
+from tailtune.train.hardware import Choice
+
+
+def load_model(directory: Path, choice: Choice) -> PreTrainedModel:
+    """The base model in the compute precision. Raises UserError when the directory holds none."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=choice.dtype, attn_implementation=choice.attention, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise UserError(f"no model can be loaded from {directory}: {line}; give a directory that "
+                        "AutoModelForCausalLM reads, or a hub name") from None  # fmt: skip
+
+    generation = model.generation_config
+    if generation is not None and not generation.do_sample:
+        # settings of sampling without sampling: saving a checkpoint would refuse them
+        generation.temperature = generation.top_p = generation.top_k = None
+    return model
+
+
+def prepare_tail(model: PreTrainedModel, stage: Stage) -> None:
+    """Make the last layers and the head trainable, in place.
+
+    The trainable parameters become fp32: in bf16 an update below 1/256 of a weight is lost. The
+    frozen ones keep the compute precision.
+    """
+    layers = decoder_layers(model)
+    if stage.num_trainable_layers > len(layers):
+        raise UserError(
+            f"num_trainable_layers is {stage.num_trainable_layers}, but the model has {len(layers)} layers; lower it"
+        )
+    model.requires_grad_(False)
+    if stage.train_head:
+        untie_head(model)
+        model.get_output_embeddings().requires_grad_(True)
+    for layer in layers[len(layers) - stage.num_trainable_layers :]:
+        layer.requires_grad_(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def untie_head(model: PreTrainedModel) -> None:
+    """Give the output head weights of its own.
+
+    With a tied head, autograd walks through every frozen layer to reach the input embedding. Both
+    halves are needed: the flag alone saves no head, the copy alone is tied again on loading.
+    """
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's list of layers, whatever the architecture calls it."""
+    for module in model.base_model.children():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            return module
+    raise UserError(f"{type(model).__name__} keeps its layers in no module list; tailtune cannot find the last ones")
+
+
+def export_model(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    """Save an ordinary Transformers model in one precision, loadable by `AutoModelForCausalLM`."""
+    state = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    }
+    model.config.dtype = dtype
+    model.save_pretrained(directory, state_dict=state)

@@ -1,0 +1,217 @@
+"""What the doctor finds, here and on a cluster, and what it says to do."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import dashboard_server
+import pytest
+from click.testing import CliRunner, Result
+from kubernetes_server import Server, cluster
+
+from tailtune import __version__, images
+from tailtune.cli import main
+from tailtune.doctor import findings, local
+from tailtune.doctor.examine import refuse_blocked
+from tailtune.errors import UserError
+from tailtune.recipe.load import load_recipe
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with cluster(tmp_path / "server") as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        yield running
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None:
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is there",
+                  "may create, follow and delete training jobs", "volume workspace-pvc",
+                  "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
+        assert words in result.output
+    assert "✗" not in result.output and server.token not in result.output
+
+
+SECRET = ("secrets", "lyric-professor/huggingface-token")
+
+
+def forbid(server: Server, resource: str) -> None:
+    server.allowed = [one for one in server.allowed if one[2] != resource]
+
+
+def quota(server: Server, hard: str, used: str) -> None:
+    server.allowed.append(("list", "", "resourcequotas"))
+    name = "requests.nvidia.com/gpu"
+    status = {"hard": {name: hard, "limits.cpu": "100"}, "used": {name: used, "limits.cpu": "76"}}
+    server.objects["resourcequotas", "lyric-professor/gpus"] = {"status": status}
+
+
+def allow_images(server: Server) -> None:
+    server.allowed.append(("get", "image.openshift.io", "imagestreamtags"))
+
+
+def allow_servers(server: Server) -> None:
+    server.allowed.append(("list", "datasciencepipelinesapplications.opendatahub.io", "*"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "arguments", "message", "fix"),
+    [
+        (lambda s: s.claims.discard("workspace-pvc"), [], "does not exist", "oc apply -k deploy/"),
+        (lambda s: setattr(s, "access_mode", "ReadWriteOnce"), [], "4 nodes need ReadWriteMany", "in deploy/"),
+        (lambda s: s.operators.clear(), [], "no PyTorchJob and no TrainJob", "oc edit datasciencecluster"),
+        (lambda s: s.install_trainer(only=True), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
+         "trainingoperator"),
+        (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
+         "may not patch trainjobs", "components/trainjob"),
+        (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.remove("torch-distributed")), [],
+         "no ClusterTrainingRuntime torch-distributed", "component trainer"),
+        (lambda s: (s.install_trainer(only=True),
+                    s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
+         "may not be read by this account: not checked", "oc apply -k deploy/cluster-admin/"),
+        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "may not create pytorchjobs",
+         "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
+        (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
+        (lambda s: forbid(s, "pods/log"), [], "may not get pods/log in lyric-professor",
+         "oc policy add-role-to-user edit"),
+        (lambda s: None, ["-p", "queue=team"], "may not be read by this account: not checked", ""),
+        (lambda s: (s.allowed.append(("get", "kueue.x-k8s.io", "*")), s.groups.append("kueue.x-k8s.io")),
+         ["-p", "queue=team"], "does not exist", "oc get localqueue; then -p queue=NAME"),
+        (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "has no Kueue", "-p queue="),
+        (lambda s: quota(s, "3", "0"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 0 of 3 used", "lower -p num_nodes="),
+        (lambda s: quota(s, "8", "6"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 6 of 8 used", "lower -p num_nodes="),
+        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "not there; needed for data on S3",
+         "--from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor; then -p s3_secret=NAME"),
+        (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
+         "has no key token, so it is of no use", "then -p hf_secret=NAME"),
+        (allow_images, [], "is not built",
+         "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
+        (allow_servers, [], "project lyric-professor has none that is ready", "Configure pipeline server"),
+        (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
+    ],
+    ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
+         "runtime not readable", "permission", "token", "logs", "queue not readable", "no such queue", "no Kueue",
+         "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
+         "no pipeline server", "no queue named"],
+)  # fmt: skip
+def test_a_finding_names_what_is_wrong_and_the_fix(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Server], None],
+    arguments: list[str],
+    message: str,
+    fix: str,
+) -> None:
+    fault(server)
+    result = invoke(*arguments, "--json")
+    found = [one for one in json.loads(result.output) if one["status"] != "ok"]
+    assert any(message in one["message"] and fix in one["fix"] for one in found), found
+    assert result.exit_code == any(one["status"] == "blocks" for one in found)
+
+
+def test_one_node_is_warned_of_a_volume_for_one_node(server: Server) -> None:
+    server.access_mode = "ReadWriteOnce"
+    result = invoke("-p", "num_nodes=1")
+    assert result.exit_code == 0 and "when they come to different nodes" in result.output
+
+
+def test_no_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    result = invoke()
+    assert result.exit_code == 1 and "✗ login" in result.output and "log in with oc login" in result.output
+    assert invoke("--local").exit_code == 0
+
+
+def test_other_packages_than_needed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        local.metadata, "requires", lambda name: ["torch>=99", "nothing-of-this-name", 'ruff; extra == "dev"']
+    )
+    (packages,) = [one for one in local.local_findings() if one.check == "packages"]
+    assert packages.status == findings.BLOCKS and "needed >=99; nothing-of-this-name is missing" in packages.message
+    assert "ruff" not in packages.message
+
+
+def test_what_is_there_is_said_without_its_content(server: Server) -> None:
+    allow_images(server)
+    quota(server, "8", "4")
+    server.objects |= {
+        SECRET: {"data": {"token": "c2VjcmV0"}},
+        ("imagestreamtags", f"lyric-professor/tailtune-trainer:{__version__}"): {"metadata": {}},
+        ("imagestreamtags", f"lyric-professor/tailtune-pipeline:{__version__}"): {"metadata": {}},
+    }
+    result = invoke()
+    assert result.exit_code == 0 and "✗" not in result.output, result.output
+    for words in ("there, with token", "room for 4 pods",
+                  f"tailtune-trainer:{__version__} is in project lyric-professor",
+                  "not there; needed for data on S3"):  # fmt: skip
+        assert words in result.output
+    assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
+
+
+def test_a_cluster_with_trainjob_alone_will_do(server: Server) -> None:
+    server.install_trainer(only=True)
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    assert "TrainJob is there" in result.output and "torch-distributed is there" in result.output
+
+
+def test_the_runners_permissions_are_asked_where_the_account_may_ask(server: Server) -> None:
+    assert "permissions                may" in invoke().output and server.reviewed is None
+    server.allowed.append(("create", "authorization.k8s.io", "localsubjectaccessreviews"))
+    assert "permissions of the runner  may" in invoke().output
+    assert server.reviewed == "system:serviceaccount:lyric-professor:pipeline-runner-dspa"
+
+
+@pytest.mark.parametrize(
+    ("version", "blocks", "words"),
+    [("2.16.1", False, "version 2.16.1, needed is 2.14.3 or newer"), ("2.5.0", True, "version 2.5.0"),
+     ("", False, "it does not tell its version")],
+)  # fmt: skip
+def test_the_pipeline_server_must_read_what_is_compiled_here(
+    server: Server, version: str, blocks: bool, words: str
+) -> None:
+    dashboard = dashboard_server.Server()
+    dashboard.version, dashboard.token = version, server.token
+    allow_servers(server)
+    server.objects["datasciencepipelinesapplications", "lyric-professor/dspa"] = {
+        "status": {"components": {"apiServer": {"externalUrl": dashboard.url}}}
+    }
+    result = invoke()
+    assert words in result.output and (result.exit_code == 1) == blocks
+    dashboard.close()
+    assert "does not answer: ConnectionError" in invoke().output
+
+
+def test_the_first_step_of_a_run_ends_with_what_blocks_and_its_fix(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.claims.discard("workspace-pvc")
+    server.access_mode = "ReadWriteOnce"
+    with pytest.raises(UserError) as error:
+        refuse_blocked(load_recipe("survival"))
+    assert str(error.value) == (
+        "volume training-data-pvc: is ReadWriteOnce, and 4 nodes need ReadWriteMany (2 more above); "
+        "give it a class with ReadWriteMany in deploy/"
+    )
+    server.claims.add("workspace-pvc")
+    server.access_mode = "ReadWriteMany"
+    refuse_blocked(load_recipe("survival"))
+
+
+def test_what_is_not_for_every_pod_or_not_named_by_a_tag_stops_nobody(server: Server) -> None:
+    quota(server, "0", "0")
+    server.objects["resourcequotas", "lyric-professor/gpus"]["spec"] = {"scopes": ["BestEffort"]}
+    server.objects[SECRET] = {"data": {"HF_TOKEN": "eA=="}}
+    allow_images(server)
+    refuse_blocked(load_recipe("survival"), images=(images.TRAINER.replace(":0", "@sha256:0"), "quay.io/me/a:1"))
+
+
+def test_other_registries_are_not_checked(server: Server) -> None:
+    allow_images(server)
+    assert "quay.io/me/tailtune-trainer" in invoke("--image-registry", "quay.io/me").output

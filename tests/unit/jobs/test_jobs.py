@@ -1,0 +1,82 @@
+"""The local back end with real torchrun and modules that fail in different ways."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tailtune.jobs.job import Job, JobFailed
+from tailtune.jobs.local import run_job
+from tailtune.jobs.torchrun import torchrun_module
+
+MODULES = {
+    "fine": "print('all is well')",
+    "raises": "import os\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
+              "@record\ndef main():\n    if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
+              "    import time; time.sleep(60)\nmain()",
+    "exits": "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)",
+    "killed": "import os, signal, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+              "time.sleep(60)",
+    "once": "import os, sys\nfrom pathlib import Path\n"
+            "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)",
+    "deaf": "import os, signal, time\ndef stop(*_):\n    start = time.monotonic()\n    while True:\n"
+            "        print('asked to stop for', round(time.monotonic() - start), flush=True)\n        time.sleep(0.5)\n"
+            "signal.signal(signal.SIGTERM, stop)\ntime.sleep(1)\n"
+            "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)",
+    "user": "import os, sys, time\nopen(os.environ['STARTS'], 'a').write('x')\n"
+            "sys.stdout.write('tailtune | train: error: the data are no data; give data\\n')\nsys.exit(1)",
+}  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    for name, source in MODULES.items():
+        (tmp_path / f"job_{name}.py").write_text(source)
+    environment = {"PYTHONPATH": str(tmp_path), "STARTS": str(tmp_path / "starts")}
+    return Job(name="test", module=f"job_{request.param}", args=(), ranks_per_node=2, environment=environment,
+               max_restarts=1 if request.param in ("once", "user") else 0, shutdown_seconds=5)  # fmt: skip
+
+
+@pytest.mark.parametrize("job", ["fine", "once"], indirect=True)
+def test_a_job_that_succeeds_also_at_the_second_try(job: Job) -> None:
+    run_job(job)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [("raises", "the disk is on fire"), ("exits", "rank 1 failed first, exit status 7"),
+     ("killed", r"rank 0 failed first, exit status -9 \(SIGKILL\)")],
+    indirect=["job"],
+)  # fmt: skip
+def test_a_failure_names_the_first_rank_and_its_reason(job: Job, message: str) -> None:
+    with pytest.raises(JobFailed, match=message) as error:
+        run_job(job)
+    assert "ChildFailedError" not in str(error.value) and "=====" not in str(error.value), (
+        "the ranks' lines, not torchrun's"
+    )
+
+
+@pytest.mark.parametrize("job", ["user"], indirect=True)
+def test_bad_input_is_not_tried_again(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match=r"^the data are no data; give data$"):
+        run_job(job)
+    assert len((tmp_path / "starts").read_text()) <= 2  # two ranks, one start: the second may be ended before it
+
+
+@pytest.mark.parametrize("job", ["deaf"], indirect=True)
+def test_a_rank_has_the_shutdown_seconds_to_stop_and_no_more(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobFailed):
+        run_job(job)
+    seconds = re.findall(r"asked to stop for (\d+)", capfd.readouterr().err)
+    assert 3 < max(map(int, seconds)) < 20  # 5; torchrun's own default is 30
+
+
+def test_the_shutdown_seconds_reach_a_torchrun_that_has_no_option_for_them() -> None:
+    assert torchrun_module("2.9.0+cu128", 300) == ["tailtune.train.torchrun_compat", "300"]
+    assert torchrun_module("2.12.0", 300) == ["torch.distributed.run", "--shutdown-timeout=300"]
+
+
+@pytest.mark.parametrize("job", ["fine"], indirect=True)
+def test_several_nodes_do_not_fit_on_one_machine(job: Job) -> None:
+    with pytest.raises(JobFailed, match="num_nodes is 4, but this machine is one node; set -p num_nodes=1"):
+        run_job(Job(name="test", module=job.module, args=(), num_nodes=4))

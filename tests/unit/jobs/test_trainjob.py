@@ -1,0 +1,194 @@
+"""TrainJob: its manifest against the models that the project of Kubeflow Trainer ships, and the launcher with it."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import requests
+from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
+from kubernetes_server import Server
+from launchers import in_background, make_job, numbered, run, start_job, wait_until
+from operators import first_lost
+
+from tailtune.jobs import progress, trainjob
+from tailtune.jobs.job import JobFailed
+from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.objects import choose_kind
+
+
+def without_empty(value: Any) -> Any:
+    """As a client sends it: without fields that are None."""
+    if isinstance(value, dict):
+        return {key: without_empty(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [without_empty(one) for one in value]
+    return value
+
+
+def test_the_manifest_has_no_field_that_the_models_do_not_know() -> None:
+    job = make_job("lines")
+    manifest = trainjob.build(job, {"a": "b"}, ("runtimePatches", "activeDeadlineSeconds"))
+    again = without_empty(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
+    assert again == without_empty(manifest)
+    assert manifest["spec"]["runtimeRef"]["name"] == "torch-distributed-cpu"
+    assert manifest["spec"]["trainer"]["numNodes"] == 2 and manifest["spec"]["trainer"]["numProcPerNode"] == 1
+
+
+def test_an_older_cluster_gets_the_fields_that_it_knows() -> None:
+    spec = trainjob.build(make_job("lines"), {}, ("podTemplateOverrides",))["spec"]
+    (override,) = spec["podTemplateOverrides"]
+    assert "runtimePatches" not in spec and "activeDeadlineSeconds" not in spec
+    assert override["targetJobs"] == [{"name": "node"}]
+    assert override["metadata"]["labels"] == {"tailtune.io/run": "a-run"}
+    assert set(override["spec"]) == {"nodeSelector", "tolerations", "volumes", "containers"}
+    assert set(override["spec"]["containers"][0]) == {"name", "volumeMounts"}
+    with pytest.raises(ValueError, match="neither runtimePatches nor podTemplateOverrides"):
+        trainjob.build(make_job("lines"), {}, ("suspend",))
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({}, "waiting"),
+        ({"conditions": [{"type": "Suspended", "status": "True", "message": "m"}]}, "waiting"),
+        ({"jobsStatus": [{"name": "node", "active": 2}]}, "running"),
+        ({"conditions": [{"type": "Suspended", "status": "False"}], "jobsStatus": [{"active": 1}]}, "running"),
+        ({"conditions": [{"type": "Complete", "status": "True", "message": "m"}]}, "succeeded"),
+        ({"conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]}, "failed"),
+    ],
+)
+def test_what_its_status_means(status: dict[str, Any], expected: str) -> None:
+    assert trainjob.state({"status": status})[0] == expected
+
+
+@pytest.fixture
+def trainer(server: Server) -> Server:
+    """A cluster that has TrainJob alone, with the roles of deploy/."""
+    server.install_trainer(only=True)
+    return server
+
+
+def test_two_nodes_run_to_their_end_after_admission(trainer: Server, shown: Callable[[], str]) -> None:
+    trainer.faults.suspended.set()
+    states = []
+
+    def admit() -> None:
+        wait_until(lambda: any(job["status"]["conditions"] for job in trainer.jobs.values()))
+        states.append(trainjob.state(next(iter(trainer.jobs.values()))))
+        time.sleep(1)  # the launcher looks meanwhile
+        trainer.faults.suspended.clear()
+        wait_until(lambda: trainer.pods)
+        states.append([pod.manifest["metadata"]["labels"] for pods in trainer.pods.values() for pod in pods])
+
+    timer = in_background(admit)
+    run(make_job("lines"))
+    timer.join()
+    err = shown()
+    assert "the job is a TrainJob (as there is; PyTorchJob does not exist here)" in err
+    assert numbered(err, 0) == numbered(err, 1) == list(range(40)) and "train: all 2 pods run" in err
+    assert err.count(f"train: job {next(iter(trainer.jobs))} is held back: waits for admission by the queue\n") == 1
+    assert states[0] == ("waiting", "waits for admission by the queue")
+    assert [labels["batch.kubernetes.io/job-completion-index"] for labels in states[1]] == ["0", "1"]
+    assert all(labels["tailtune.io/run"] == "a-run" for labels in states[1])
+    (job,) = trainer.jobs.values()
+    assert trainjob.state(job)[0] == "succeeded" and "runtimePatches" in job["spec"]
+    TrainerV1alpha1TrainJob.from_dict(job)
+
+
+def test_a_failed_job_is_explained_although_its_pods_are_gone(trainer: Server) -> None:
+    trainer.trainer.backoff_limit = 1
+    with pytest.raises(JobFailed, match=r"\(code\) in pod \S+-node-0-[01]-\w+, Error: rank 1 failed first, .*on fire"):
+        run(make_job("raises"))
+    assert not trainer.pods and trainjob.state(next(iter(trainer.jobs.values())))[0] == "failed"
+
+
+def test_a_cancelled_step_leaves_no_trainjob_behind(trainer: Server) -> None:
+    process = start_job(trainer, kind="trainjob")
+    pods = [p.process for pods in trainer.pods.values() for p in pods]
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
+    wait_until(lambda: not trainer.jobs and all(p is None or p.poll() is not None for p in pods))
+
+
+def test_the_dashboard_is_told_how_far_it_is(
+    trainer: Server, monkeypatch: pytest.MonkeyPatch, shown: Callable[[], str]
+) -> None:
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0.5)
+    seen: set[int] = set()
+
+    def watch() -> None:
+        while not seen or max(seen) < 100:
+            for job in list(trainer.jobs.values()):
+                text = job["metadata"]["annotations"].get("trainer.opendatahub.io/trainerStatus", "{}")
+                seen.add(json.loads(text).get("progressPercentage", 0))
+            time.sleep(0.05)
+
+    timer = in_background(watch)
+    run(make_job("steps"))
+    timer.join(10)
+    assert 100 in seen and len(seen) > 2, "before its end too"
+    (job,) = trainer.jobs.values()
+    status = json.loads(job["metadata"]["annotations"]["trainer.opendatahub.io/trainerStatus"])
+    assert (status["currentStep"], status["totalSteps"], status["estimatedRemainingTimeSummary"]) == (
+        30,
+        30,
+        "complete",
+    )
+    assert status["trainMetrics"]["tokens_per_second"] == 3000 and status["trainMetrics"]["loss"] == 0.1
+    assert "shows no progress" not in shown()
+
+
+def test_a_dashboard_that_may_not_be_told_is_no_failure(trainer: Server, shown: Callable[[], str]) -> None:
+    trainer.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))
+    run(make_job("steps", num_nodes=1))
+    assert shown().count("the dashboard shows no progress: 403") == 1
+
+
+def test_the_cluster_says_which_fields_its_version_knows(trainer: Server, shown: Callable[[], str]) -> None:
+    fields = trainer.trainer.fields
+    fields -= {"runtimePatches", "activeDeadlineSeconds"}
+    fields |= {"podTemplateOverrides"}
+    jobs, _ = choose_kind(Cluster(), "auto")
+    assert set(jobs.spec_fields) == fields
+    run(make_job("lines", num_nodes=1))
+    (job,) = trainer.jobs.values()
+    assert "podTemplateOverrides" in job["spec"] and "activeDeadlineSeconds" not in job["spec"]
+    assert numbered(shown(), 0) == list(range(40))
+
+
+def test_what_is_missing_for_a_trainjob_is_named(trainer: Server) -> None:
+    trainer.trainer.runtimes.clear()
+    with pytest.raises(JobFailed, match=r'was refused: 403 .*ClusterTrainingRuntime "torch-distributed-cpu" not found'):
+        run(make_job("lines"))
+    trainer.allowed = [rule for rule in trainer.allowed if rule[1] != "trainer.kubeflow.org"]
+    with pytest.raises(ValueError, match="PyTorchJob does not exist here; this account may not create TrainJob"):
+        run(make_job("lines"))
+
+
+def test_trainjob_only_where_it_is_wanted_or_alone(server: Server) -> None:
+    there = Cluster()
+    with pytest.raises(ValueError, match="TrainJob does not exist here"):
+        choose_kind(there, "trainjob")
+    server.install_trainer()
+    assert choose_kind(there, "auto")[1] == "PyTorchJob (as there is)"
+    assert choose_kind(there, "trainjob")[1] == "TrainJob (as the recipe says)"
+
+
+def test_the_server_is_strict_about_trainjobs(trainer: Server) -> None:
+    root = f"{trainer.url}/apis/trainer.kubeflow.org/v1alpha1"
+    headers = {"Authorization": f"Bearer {trainer.token}"}
+    url = f"{root}/namespaces/lyric-professor/trainjobs"
+    body = trainjob.build(make_job("lines"), {})
+    body["spec"]["trainer"]["replicas"] = 2
+    answer = requests.post(url, json=body, headers=headers, timeout=5)
+    assert answer.status_code == 400 and 'unknown field "spec.trainer.replicas"' in answer.json()["message"]
+    body["spec"]["trainer"] = {"numNodes": "two"}
+    assert requests.post(url, json=body, headers=headers, timeout=5).status_code == 422
+    runtime = requests.get(f"{root}/clustertrainingruntimes/torch-distributed", headers=headers, timeout=5).json()
+    assert not first_lost(runtime, TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime).to_dict())
+    assert requests.get(f"{root}/clustertrainingruntimes/none", headers=headers, timeout=5).status_code == 404
+    assert requests.delete(f"{root}/clustertrainingruntimes/none", headers=headers, timeout=5).status_code == 403

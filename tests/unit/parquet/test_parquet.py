@@ -1,0 +1,650 @@
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tailtune.errors import UserError
+from tailtune.manifest import publish
+from tailtune.parquet import json_reader as json_rows
+from tailtune.parquet import lines as source_lines
+from tailtune.parquet import readers as rows
+from tailtune.parquet import write as parquet
+from tailtune.parquet.write import ParquetFacts, write_parquet
+from tailtune.recipe.schema import Data
+
+SURVIVAL = {"full-question": "For {topic}, {question}", "answer": "{answer}"}
+GOOD = {"topic": "Knots", "question": "How do I tie a bowline?", "answer": "Make a loop – then pass the end."}
+
+
+def data_of(columns: dict[str, str] = SURVIVAL, **values: Any) -> Data:
+    return Data(**{"source": "x", "columns": columns, "split_by": next(iter(columns)), **values})
+
+
+def texts(**values: Any) -> Data:
+    """A recipe with the one column `a`, which lets any share of rows be bad."""
+    return data_of({"a": "{a}"}, **{"max_rejected_share": 1.0, **values})
+
+
+def rows_of(facts: ParquetFacts) -> list[dict[str, str]]:
+    return list(pq.read_table(facts.path).to_pylist())
+
+
+def rejects_of(facts: ParquetFacts) -> list[tuple[int, str]]:
+    lines = (facts.path.parent / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(bad["line"], bad["reason"]) for bad in map(json.loads, lines)]
+
+
+def convert(tmp_path: Path, name: str, content: bytes | str, data: Data) -> ParquetFacts:
+    source = tmp_path / name
+    source.write_bytes(content.encode() if isinstance(content, str) else content)
+    return write_parquet(source, tmp_path / "out", data)
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    words = [
+        "rope",
+        "knot",
+        "fire",
+        "water",
+        "boil",
+        "never",
+        "three minutes",
+        "wound –",
+        "press",
+        "café",
+        "火",
+    ]
+    pick = random.Random(seed).choices
+    return [
+        {
+            "topic": " ".join(pick(words, k=2)),
+            "question": f"{' '.join(pick(words, k=6))} {number}?",
+            "answer": ' "'.join(pick(words, k=14)) + "\\ \t.",
+        }
+        for number in range(count)
+    ]
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def as_csv(rows_: list[dict[str, str]]) -> bytes:
+    def quoted(value: str) -> str:
+        return '"' + value.replace('"', '""') + '"'
+
+    lines = [",".join(rows_[0])] + [",".join(quoted(value) for value in row.values()) for row in rows_]
+    return ("\r\n".join(lines) + "\r\n").encode()
+
+
+def as_parquet(rows_: list[dict[str, str]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows_), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+ENCODINGS: dict[str, Callable[[list[dict[str, str]]], bytes]] = {
+    "jsonl": lambda rows_: "".join(json.dumps(row) + "\n" for row in rows_).encode(),
+    "unicode.jsonl": lambda rows_: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows_).encode(),
+    "crlf.jsonl": lambda rows_: "\r\n".join(json.dumps(row) for row in rows_).encode(),
+    "blank-lines.jsonl": lambda rows_: "\n \n\n".join("  " + json.dumps(row) + "\t" for row in rows_).encode(),
+    "bom.jsonl": lambda rows_: b"\xef\xbb\xbf" + "\n".join(json.dumps(row) for row in rows_).encode(),
+    "json": lambda rows_: json.dumps(rows_).encode(),
+    "pretty.json": lambda rows_: json.dumps(rows_, indent=2, ensure_ascii=False).encode(),
+    "crlf.json": lambda rows_: json.dumps(rows_, indent="\t").replace("\n", "\r\n").encode(),
+    "compact.json": lambda rows_: b"\xef\xbb\xbf\n\n" + json.dumps(rows_, separators=(",", ":")).encode() + b"\n \n",
+    "lines.json": lambda rows_: "".join(json.dumps(row) + "\n" for row in rows_).encode(),
+    "csv": as_csv,
+    "bom.csv": lambda rows_: b"\xef\xbb\xbf" + as_csv(rows_),
+    "parquet": as_parquet,
+}
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda content: content,
+    ".gz": gzip.compress,
+    ".zst": lambda content: bytes(pa.compress(content, codec="zstd", asbytes=True)),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSED)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("block_bytes", [1 << 20, 700])
+def test_every_format_and_compression_gives_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, compression: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", block_bytes)
+    source = make_rows(60)
+    content = COMPRESSED[compression](ENCODINGS[encoding](source))
+    facts = convert(tmp_path, f"data.{encoding}{compression}", content, data_of())
+    assert rows_of(facts) == [
+        {"full-question": f"For {row['topic']}, {row['question']}", "answer": row["answer"]} for row in source
+    ]
+    assert (facts.num_rows, facts.num_rejected, facts.num_duplicates) == (60, 0, 0)
+    assert facts.source_bytes == len(content)
+    assert facts.parquet_bytes == facts.path.stat().st_size
+    assert sorted(path.name for path in facts.path.parent.iterdir()) == [
+        "data.parquet",
+        "manifest.json",
+        "rejects.jsonl",
+    ]
+
+
+def test_txt_has_one_row_per_line_that_is_not_blank(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbfThe first line \r\n\r\n \t\nbad \xff byte\n\x00 nul\n   indented\nlast"
+    facts = convert(tmp_path, "data.txt", content, data_of({"text": "{text}"}, max_rejected_share=0.5))
+    assert [row["text"] for row in rows_of(facts)] == ["The first line ", "\x00 nul", "   indented", "last"]
+    assert rejects_of(facts) == [(4, "invalid UTF-8")]
+
+
+def test_declared_format_wins_over_the_name(tmp_path: Path) -> None:
+    facts = convert(tmp_path, "data.bin.gz", gzip.compress(b'{"a": "x"}\n', mtime=0), texts(format="jsonl"))
+    assert rows_of(facts) == [{"a": "x"}]
+
+
+def test_values_stay_as_they_are_written(tmp_path: Path) -> None:
+    content = '{"a": "007"}\n{"a": 1.50}\n{"a": 12345678901234567890123}\n{"a": -1e5}\n{"a": " x\\u0000é😀 "}\n'
+    facts = convert(tmp_path, "data.jsonl", content, texts())
+    assert [row["a"] for row in rows_of(facts)] == [
+        "007",
+        "1.50",
+        "12345678901234567890123",
+        "-1e5",
+        " x\0é😀 ",
+    ]
+    facts = convert(tmp_path, "data.csv", 'a,b\n007,"1\n2"\n1.50,\n', texts())
+    assert [row["a"] for row in rows_of(facts)] == ["007", "1.50"]
+
+
+def test_template_keeps_braces_and_repeats(tmp_path: Path) -> None:
+    data = data_of({"q": "{{{a}}} {a}: {b c}", "plain": "{a}"})
+    assert rows_of(convert(tmp_path, "data.jsonl", '{"b c": "y", "a": "x", "z": [1]}', data)) == [
+        {"q": "{x} x: y", "plain": "x"}
+    ]
+
+
+# -- bad rows --------------------------------------------------------------------------------------
+
+BAD_JSON_LINES: dict[str, tuple[bytes, str]] = {
+    "not json": (b"hello", "broken JSON (Expecting value at character 1)"),
+    "cut off": (b'{"a": "x', "broken JSON (Unterminated string starting at at character 7)"),
+    "trailing comma": (b'{"a": "x",}', "broken JSON"),
+    "two objects": (b'{"a": "x"}{"a": "y"}', "broken JSON (Extra data at character 11)"),
+    "text behind": (b'{"a": "x"} ]', "broken JSON (Extra data at character 12)"),
+    "single quotes": (b"{'a': 'x'}", "broken JSON"),
+    "bare control character": (
+        b'{"a": "x\x01y"}',
+        "broken JSON (Invalid control character at at character 9)",
+    ),
+    "NUL in a text": (b'{"a": "x\x00y"}', "broken JSON"),
+    "NUL between objects": (b'{"a": "x"}\x00{"a": "y"}', "broken JSON (Extra data at character 11)"),
+    "NUL line": (b"\x00\x00", "broken JSON"),
+    "a number": (b"5", "not a JSON object but a number"),
+    "a text": (b'"x"', "not a JSON object but a text"),
+    "a list": (b'[{"a": "x"}]', "not a JSON object but a list"),
+    "null": (b"null", "not a JSON object but null"),
+    "missing": (b'{"b": "x"}', "column 'a' is missing"),
+    "no columns": (b"{}", "column 'a' is missing"),
+    "null value": (b'{"a": null}', "column 'a' is null, not a text"),
+    "empty": (b'{"a": ""}', "column 'a' is empty"),
+    "blank": (b'{"a": " \\n\\u3000"}', "column 'a' is empty"),
+    "boolean": (b'{"a": true}', "column 'a' is a boolean, not a text"),
+    "list value": (b'{"a": ["x"]}', "column 'a' is a list, not a text"),
+    "object value": (b'{"a": {"a": "x"}}', "column 'a' is an object, not a text"),
+    "NaN": (b'{"a": NaN}', "column 'a' is not a number (NaN), not a text"),
+    "key twice": (b'{"a": "x", "a": "y"}', "column 'a' stands twice"),
+    "lone surrogate": (b'{"a": "\\ud800"}', "column 'a' holds a lone surrogate, which is no valid Unicode"),
+    "invalid UTF-8": (b'{"a": "caf\xe9"}', "invalid UTF-8 (byte 11)"),
+    "invalid UTF-8 elsewhere": (b'{"a": "x", "b": "\xff"}', "invalid UTF-8 (byte 18)"),
+    "deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON nested too deeply"),
+    "too long": (b'{"a": "' + b"x" * 300_000 + b'"}', "line longer than 250000 bytes"),
+}
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("case", BAD_JSON_LINES)
+def test_bad_json_line_is_rejected_with_its_line_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, line_end: bytes
+) -> None:
+    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 250_000)
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", 100_000)
+    bad, reason = BAD_JSON_LINES[case]
+    good = [b'{"a": "row %d"}' % number for number in range(6)]
+    content = line_end.join([*good[:2], b"", bad, *good[2:4], bad, *good[4:]])
+    facts = convert(tmp_path, "data.jsonl", content, texts())
+    assert [row["a"] for row in rows_of(facts)] == [f"row {number}" for number in range(6)]
+    assert [line for line, _ in rejects_of(facts)] == [4, 7]
+    assert all(found.startswith(reason) for _, found in rejects_of(facts)), rejects_of(facts)
+    assert facts.num_rejected == 2
+    assert [example["line"] for example in facts.rejected_examples] == [4, 7]
+
+
+@pytest.mark.parametrize("case", sorted(set(BAD_JSON_LINES) - {"NUL line", "deep"}))
+@pytest.mark.parametrize("pretty", [False, True])
+def test_bad_element_of_a_json_array_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, pretty: bool
+) -> None:
+    if case == "cut off":
+        pytest.skip("an open quote leaves the array without an end: test_array_that_does_not_end")
+    if case == "text behind":
+        pytest.skip("a bracket too many ends the array: test_text_after_the_array")
+    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 250_000)
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", 10_000)
+    bad, reason = BAD_JSON_LINES[case]
+    good = [b'{"a":\n "row %d, [}"}' % number for number in range(4)]
+    comma = b"\r\n,\n\t" if pretty else b","
+    facts = convert(tmp_path, "data.json", b"[" + comma.join([*good[:2], bad, *good[2:], bad]) + b"]\n", texts())
+    assert [row["a"] for row in rows_of(facts)] == [f"row {number}, [}}" for number in range(4)]
+    assert [line for line, _ in rejects_of(facts)] == ([7, 15] if pretty else [3, 5])
+    assert all(found.startswith(reason) for _, found in rejects_of(facts)), rejects_of(facts)
+
+
+def test_array_of_scalars(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no row is left: 3 of 3 rows.*line 2: not a JSON object but a number"):
+        convert(tmp_path, "data.json", '[\n1, "x",\n null]', texts())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"a": "x"},\n{"a": "y"', "does not end.*after line 1"),
+        ('[{"a": "x"},\n{"a": "y},\n{"a": "z"}]', "does not end.*after line 1"),
+        ('[{"a": "x"},\n{"a": ["y"}]', "does not end"),
+        ('[{"a": "x\\\\', "does not end"),
+        ("[", "does not end"),
+        ('[{"a": "x"}]\n\n[{"a": "y"}]', "line 3: text follows the end"),
+        ('[{"a": "x"}] ]', "line 1: text follows the end"),
+        ('[{"a": "x"}]\\', "line 1: text follows the end"),
+        ("[]", "holds no rows"),
+        ("[ , ]", "holds no rows"),
+    ],
+)
+def test_array_that_is_broken_as_a_whole(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path, "data.json", content, texts())
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", 500)
+    content = b"\n".join(
+        [
+            b"a,b",
+            b'"two\nlines",1',
+            b"",
+            b"one value",
+            b"x,2,3",
+            b",4",
+            b'" ",5',
+            b'"caf\xe9",6',
+            b"x" * 3000 + b",7",
+            b'"closed" badly,8',
+            b'say ""hi"",9',
+            b"nul \x00,10",
+            b'"never closed,11',
+            b"still a row,12",
+            *[b"row %d,%d" % (number, number) for number in range(14, 400)],
+        ]
+    )
+    facts = convert(tmp_path, "data.csv", content, texts())
+    assert [row["a"] for row in rows_of(facts)][:4] == ["two\nlines", 'say ""hi""', "nul \0", "still a row"]
+    assert facts.num_rows == 4 + 386
+    assert rejects_of(facts) == [
+        (5, "1 values where the header has 2"),
+        (6, "3 values where the header has 2"),
+        (7, "column 'a' is empty"),
+        (8, "column 'a' is empty"),
+        (9, "invalid UTF-8"),
+        (10, "line longer than 2000 bytes"),
+        (11, "broken CSV (',' expected after '\"')"),
+        (14, "broken CSV (a quote is opened and never closed)"),
+    ]
+
+
+def test_quote_open_at_the_end_of_a_csv_file_costs_one_row(tmp_path: Path) -> None:
+    facts = convert(tmp_path, "data.csv", 'a,b\nx,1\n"y,2\nz,3\n', texts())
+    assert [row["a"] for row in rows_of(facts)] == ["x", "z"]
+    assert rejects_of(facts) == [(3, "broken CSV (a quote is opened and never closed)")]
+
+
+def test_bad_parquet_rows(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.array([b"x", None, b"", b"\xff", b"caf\xc3\xa9"]), "n": [1.5, 2.0, 3.0, 4.0, None]})
+    pq.write_table(table, tmp_path / "data.parquet")
+    facts = write_parquet(tmp_path / "data.parquet", tmp_path / "out", data_of({"t": "{a}{n}"}, max_rejected_share=1))
+    assert rows_of(facts) == [{"t": "x1.5"}]
+    assert rejects_of(facts) == [
+        (2, "column 'a' is null"),
+        (3, "column 'a' is empty"),
+        (4, "invalid UTF-8"),
+        (5, "column 'n' is null"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array(["x", "y"]).dictionary_encode(),
+        pa.array(["x", "y"], pa.large_string()),
+        pa.array(["x", "y"], pa.string_view()),
+        pa.array([b"x", b"y"], pa.large_binary()),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_parquet_texts_of_any_type(tmp_path: Path, values: pa.Array) -> None:
+    pq.write_table(pa.table({"a": values}), tmp_path / "data.parquet")
+    assert rows_of(write_parquet(tmp_path / "data.parquet", tmp_path / "out", texts())) == [
+        {"a": "x"},
+        {"a": "y"},
+    ]
+
+
+def test_parquet_column_of_lists_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [["x"]]}), tmp_path / "data.parquet")
+    with pytest.raises(UserError, match=r"column 'a' is list<.*>, not text"):
+        write_parquet(tmp_path / "data.parquet", tmp_path / "out", texts())
+
+
+def test_rejects_file_shows_a_short_text(tmp_path: Path) -> None:
+    facts = convert(tmp_path, "data.jsonl", '{"a": "x"}\n' + "é" * 5000 + '\n\xff{"a"\n', texts())
+    first = json.loads((facts.path.parent / "rejects.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert first["text"] == "é" * 500
+
+
+# -- fast and slow ways agree ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_of_any_size_give_the_same_rows_and_rejects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Line by line in Python, and through Arrow in blocks that bad lines cut into pieces."""
+    random_ = random.Random(seed)
+    bad = [case for name, (case, _) in BAD_JSON_LINES.items() if name not in ("deep", "too long")]
+    good = [json.dumps(row, ensure_ascii=seed % 2 == 0).encode() for row in make_rows(40, seed)]
+    good = [line.replace(b'"answer"', b'"a"') for line in good]
+    pool = good * 4 + [b"", b"  \t", b'  {"a": 5} ', b'{"a": "dup"}'] + bad * (seed % 3)
+    lines = [random_.choice(pool) for _ in range(random_.randrange(1, 3000))]
+    content = (b"\r\n" if seed % 5 == 0 else b"\n").join(lines)
+
+    def outcome(name: str) -> Any:
+        found = list(rows.read_rows(tmp_path / "data.jsonl", "jsonl", ["a"], tmp_path))
+        return (
+            [value for batch in found for value in batch.columns["a"].to_pylist()],
+            [int(line) for batch in found for line in batch.lines],
+            [reject for batch in found for reject in batch.rejects],
+        )
+
+    (tmp_path / "data.jsonl").write_bytes(content)
+    fast = outcome("fast")
+    monkeypatch.setattr(
+        source_lines, "BLOCK_BYTES", random_.choice([1, 7, 100, 1000]) if len(content) < 50_000 else 1000
+    )
+    assert outcome("small blocks") == fast
+    monkeypatch.setattr(source_lines, "BLOCK_LINES", random_.choice([1, 3, 50]))
+    assert outcome("few lines in a block") == fast
+    monkeypatch.setattr(json_rows, "_parse_fast", lambda *_: None)
+    assert outcome("slow") == fast
+    expected = [number for number, line in enumerate(lines, 1) if line.strip()]
+    assert sorted(fast[1] + [reject.line for reject in fast[2]]) == expected, "nothing is dropped silently"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_array_and_lines_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    random_ = random.Random(seed)
+    nasty = ['\\"', "[", "}", ",", "\\\\", "\n", '"', "\\n]", "é", " "]
+    source = [{"a": "x" + "".join(random_.choices(nasty, k=6)) + str(number)} for number in range(200)]
+    space = random_.choice(["", "\n", " \r\n\t"])
+    array = "[" + space + f"{space},{space}".join(json.dumps(row) for row in source) + space + "]"
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", random_.choice([1, 3, 64, 5000]))
+    assert rows_of(convert(tmp_path, "data.json", array, texts())) == source
+
+
+# -- limits, duplicates, counts --------------------------------------------------------------------
+
+
+def lines_with_bad(total: int, bad: Iterable[int]) -> str:
+    return "".join(
+        "broken\n" if i in bad else json.dumps({**GOOD, "topic": f"t{i}"}) + "\n" for i in range(1, total + 1)
+    )
+
+
+def test_too_many_rejects_fail_and_leave_the_rejects_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        convert(tmp_path, "data.jsonl", lines_with_bad(200, range(3, 15)), data_of())
+    kept = tmp_path / "out.rejects.jsonl"
+    assert str(caught.value) == (
+        "12 of 200 rows (6.0 %) were rejected, above data.max_rejected_share 1 %; "
+        f"first: line 3: broken JSON (Expecting value at character 1); see {kept}"
+    )
+    assert [json.loads(line)["line"] for line in kept.read_text().splitlines()] == list(range(3, 15))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out.rejects.jsonl"]
+    facts = write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of(max_rejected_share=0.06))
+    assert (facts.num_rows, facts.num_rejected) == (188, 12)
+    assert len(facts.rejected_examples) == 5
+    assert not kept.exists(), "a file of an earlier failure would mislead"
+
+
+def test_failure_leaves_an_earlier_result_as_it_was(tmp_path: Path) -> None:
+    before = convert(tmp_path, "data.jsonl", lines_with_bad(10, []), data_of())
+    with pytest.raises(UserError):
+        convert(tmp_path, "data.jsonl", lines_with_bad(10, [1]), data_of())
+    assert before.path.exists()
+
+
+def test_duplicates_are_removed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", 2000)
+    source = make_rows(300)
+    planted = source + source[:7] + [source[-1], {**source[0], "other": "column"}, {**source[0], "answer": "else"}]
+    random.Random(1).shuffle(planted)
+    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](planted), data_of())
+    assert (facts.num_rows, facts.num_duplicates, facts.num_rejected) == (301, 9, 0)
+    unique = dict.fromkeys((row["topic"], row["question"], row["answer"]) for row in planted)
+    assert [row["answer"] for row in rows_of(facts)] == [answer for _, _, answer in unique], "the first one stays"
+
+
+def test_rows_that_join_to_the_same_text_are_no_duplicates(tmp_path: Path) -> None:
+    pairs = [("ab", "c"), ("a", "bc"), ("a\\u0000b", "c"), ("a", "b\\u0000c"), ("aÿ", "c"), ("a", "ÿc")]
+    content = "".join(f'{{"a": "{a}", "b": "{b}"}}\n' for a, b in pairs)
+    assert convert(tmp_path, "data.jsonl", content, data_of({"a": "{a}", "b": "{b}"})).num_duplicates == 0
+
+
+@pytest.mark.parametrize("batch", [1, 100, 5000])
+def test_seen_rows_agree_with_a_set(batch: int) -> None:
+    """Also with keys that collide in half of their bits, and in the slot."""
+    generator = np.random.default_rng(batch)
+    low = generator.integers(0, 40, 9000, np.uint64) << np.uint64(40)
+    hashes = np.stack([low, generator.integers(0, 200, 9000, np.uint64)], axis=1)
+    hashes = hashes[: 2000 if batch == 1 else None]
+    seen = parquet._SeenRows()
+    found = np.concatenate([seen.add(hashes[start : start + batch]) for start in range(0, len(hashes), batch)])
+    known: set[tuple[int, int]] = set()
+    for row, (first, second) in enumerate(hashes.tolist()):
+        assert found[row] == ((max(first, 1), second) not in known), row
+        known.add((max(first, 1), second))
+
+
+def test_seen_rows_grow() -> None:
+    hashes = np.random.default_rng(0).integers(0, 1 << 63, (200_000, 2), np.uint64)
+    seen = parquet._SeenRows()
+    assert all(seen.add(part).all() for part in np.split(hashes, 20))
+    assert not seen.add(hashes).any()
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 20, 300])
+def test_max_rows_counts_the_same_in_any_block_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", block_bytes)
+    good = [json.dumps({"a": f"row {i}"}) for i in range(50)]
+    content = "\n".join([*good[:5], "bad", *good[2:10], "bad", good[9], *good[10:], "bad"])
+    facts = convert(tmp_path, "data.jsonl", content, texts(max_rows=10))
+    assert [row["a"] for row in rows_of(facts)] == [f"row {i}" for i in range(10)]
+    assert (facts.num_rejected, facts.num_duplicates) == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "data.txt", "data.jsonl.gz", "data.csv.zst"])
+@pytest.mark.parametrize("content", [b"", b" \n\t\n\r\n", b"\xef\xbb\xbf"], ids=["empty", "blank", "BOM"])
+def test_file_without_rows_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+    data = data_of({"text": "{text}"})
+    with pytest.raises(UserError, match="holds no rows"):
+        convert(tmp_path, name, COMPRESSED[Path(name).suffix if name.count(".") > 1 else ""](content), data)
+    assert not (tmp_path / "out").exists()
+
+
+COLUMN_MISSING = r"column 'topic' is not in the data; found: artist, lyrics, song; map them in data.columns"
+
+
+@pytest.mark.parametrize("encoding", ["jsonl", "json", "csv", "parquet"])
+def test_column_that_is_nowhere_lists_those_there_are(tmp_path: Path, encoding: str) -> None:
+    source = [{"artist": "A", "lyrics": f"la {i}", "song": "S"} for i in range(30)]
+    with pytest.raises(UserError, match=COLUMN_MISSING):
+        convert(tmp_path, f"data.{encoding}", ENCODINGS[encoding](source), data_of())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl.gz", gzip.compress(os.urandom(5000))[:-20], "cannot be read as jsonl, gzip: Truncated"),
+        ("data.jsonl.gz", b"no gzip", "cannot be read as jsonl, gzip"),
+        ("data.csv.zst", b"no zstd", "cannot be read as csv, zstd"),
+        ("data.parquet", b"no parquet", "cannot be read as parquet"),
+        ("data.parquet.gz", gzip.compress(b"no parquet", mtime=0), "cannot be read as parquet, gzip"),
+        ("data.parquet", b"", "cannot be read as parquet"),
+        (
+            "data.xlsx",
+            b"x",
+            r"format of data.xlsx is unknown.*json, .jsonl, .csv, .txt, .parquet.*data.format",
+        ),
+        ("data", b"x", "format of data is unknown"),
+        ("data.gz", b"x", "format of data.gz is unknown"),
+        ("data.csv", b'"a', "CSV header cannot be read"),
+        ("data.csv", b"a,a\nx,y\n", "column 'a' stands 2 times in the header"),
+        ("data.txt", b"x\n", "column 'a' is not in the data; found: text"),
+    ],
+)
+def test_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path, name, content, texts())
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_missing_source(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not exist; check data\.source"):
+        write_parquet(tmp_path / "data.jsonl", tmp_path / "out", texts())
+
+
+# -- once ------------------------------------------------------------------------------------------
+
+
+def test_second_call_touches_nothing(tmp_path: Path) -> None:
+    first = convert(tmp_path, "data.jsonl", lines_with_bad(200, [2]), data_of())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of()) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    content = ENCODINGS["jsonl"](make_rows(500))
+    first = convert(tmp_path, "data.jsonl", content, data_of())
+    (tmp_path / "other").mkdir()
+    assert convert(tmp_path / "other", "data.jsonl", content, data_of()).content_sha256 == first.content_sha256
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"columns": {"full-question": "{question}", "answer": "{answer}"}},
+        {"max_rows": 3},
+        {"max_rejected_share": 0.5},
+    ],
+    ids=str,
+)
+def test_other_recipe_converts_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
+    before = (tmp_path / "out" / "manifest.json").read_text()
+    write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of(**change))
+    assert (tmp_path / "out" / "manifest.json").read_text() != before
+
+
+def test_other_content_converts_again(tmp_path: Path) -> None:
+    convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
+    assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(21)), data_of()).num_rows == 21
+
+
+def test_hash_of_the_fetch_step_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with publish(tmp_path / "raw", {"step": "fetch"}, {}) as partial:
+        (partial / "data.jsonl").write_bytes(ENCODINGS["jsonl"](make_rows(20)))
+    monkeypatch.setattr(parquet, "sha256_file", lambda path: pytest.fail("the source was hashed again"))
+    assert write_parquet(tmp_path / "raw" / "data.jsonl", tmp_path / "out", data_of()).num_rows == 20
+
+
+def test_manifest_of_somebody_else_is_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
+    assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of()).num_rows == 20
+
+
+# -- size and memory -------------------------------------------------------------------------------
+
+
+def test_survival_data_takes_80_kb_at_most(tmp_path: Path) -> None:
+    source = os.environ.get("TAILTUNE_SURVIVAL_DATA")
+    if not source:
+        pytest.skip("TAILTUNE_SURVIVAL_DATA does not name the 2,845-row survival file")
+    facts = write_parquet(Path(source), tmp_path / "out", data_of())
+    assert (facts.num_rows, facts.num_rejected, facts.num_duplicates) == (2845, 0, 0)
+    assert facts.parquet_bytes <= 80_000
+
+
+def test_small_file_is_compressed_better_than_by_default(tmp_path: Path) -> None:
+    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(2845)), data_of())
+    pq.write_table(pq.read_table(facts.path), tmp_path / "default.parquet", compression="zstd")
+    assert facts.parquet_bytes < 0.9 * (tmp_path / "default.parquet").stat().st_size
+
+
+def test_several_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 50_000)
+    monkeypatch.setattr(source_lines, "BLOCK_BYTES", 10_000)
+    source = make_rows(2000)
+    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](source), data_of())
+    assert pq.ParquetFile(facts.path).num_row_groups > 3
+    assert [row["answer"] for row in rows_of(facts)] == [row["answer"] for row in source]
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from tailtune.parquet import write_parquet
+from tailtune.recipe import Data
+data = Data(source="x", columns={"a": "{a}"}, split_by="a", max_rejected_share=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+facts = write_parquet(Path(sys.argv[1]), Path(sys.argv[2]), data)
+assert (facts.num_rows, facts.num_rejected) == (2, 1), facts
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.zst", "data.json.zst", "data.csv.zst"])
+def test_line_of_1_gb_is_not_held_in_memory(tmp_path: Path, name: str) -> None:
+    before, after = {
+        "data.jsonl.zst": (b'{"a": "x"}\n{"a": "', b'"}\n{"a": "y"}\n'),
+        "data.json.zst": (b'[{"a": "x"},{"a": "', b'"},\n{"a": "y"}]'),
+        "data.csv.zst": (b'a\nx\n"', b'"\ny\n'),
+    }[name]
+    num_mib = 1000 if name == "data.jsonl.zst" else 100
+    with pa.output_stream(tmp_path / name, compression="zstd") as stream:
+        stream.write(before)
+        for _ in range(num_mib):
+            stream.write(b"z" * (1 << 20))
+        stream.write(after)
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / name), str(tmp_path / "out")]
+    grown_mib = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown_mib < 300

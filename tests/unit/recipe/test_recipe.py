@@ -1,0 +1,198 @@
+"""Recipes: what a file, an override and an environment variable become. Bad ones: test_bad_inputs.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from tailtune.config import fill_template, template_fields
+from tailtune.errors import UserError
+from tailtune.recipe.load import (
+    ENVIRONMENT,
+    PARAMETERS,
+    list_recipes,
+    load_recipe,
+    parse_parameters,
+    parse_recipe,
+    parse_value,
+    parse_yaml,
+    with_environment,
+    with_local_overlay,
+    with_overrides,
+)
+from tailtune.recipe.schema import Recipe
+
+SURVIVAL = load_recipe("survival")
+
+
+def value_at(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe.model_dump(mode="json")
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return value
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_built_in_recipe_is_sound_also_with_its_overlay(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    with_local_overlay(recipe)
+
+
+def test_recipes_and_components_import_without_torch() -> None:
+    program = (
+        "import sys, tailtune.recipe, tailtune.run, components.train_stage, components.evaluate_model\n"
+        "print([name for name in ('torch', 'transformers', 'trl', 'datasets', 'pyarrow') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_json_loses_nothing() -> None:
+    text = SURVIVAL.to_json()
+    assert parse_recipe(text) == SURVIVAL
+    assert parse_recipe(text).to_json() == text
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SURVIVAL.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2", 2),
+        ("2.0", 2.0),
+        ("5e-5", 5e-5),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("-1_000", -1000),
+        ("true", True),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ("{a: 1}", {"a": 1}),
+        ("'2'", "2"),
+        ("off", "off"),
+        ("no", "no"),
+        ("True", True),
+        ("text", "text"),
+        ("a: b: c", "a: b: c"),
+        ("{question}", "{question}"),
+        ("Answer: briefly", "Answer: briefly"),
+        ("hf://datasets/a/b@main/c.csv", "hf://datasets/a/b@main/c.csv"),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("", ""),
+        (" ", " "),
+    ],
+)
+def test_values_are_typed_as_in_yaml(text: str, expected: Any) -> None:
+    value = parse_value(text)
+    assert value == expected and type(value) is type(expected)
+
+
+def test_off_is_a_word_in_parameters_and_files(tmp_path: Path) -> None:
+    """In YAML 1.1 it would be false, and the switch of the tail training would refuse it."""
+    by_parameter = with_overrides(load_recipe("survival"), parse_parameters(["stages.0.tail.mode=off"]))
+    assert by_parameter.stages[0].tail.mode == "off"
+    text = yaml.safe_dump(by_parameter.model_dump(mode="json")).replace("mode: 'off'", "mode: off")
+    assert "mode: off\n" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_recipe(tmp_path / "mine.yaml").stages[0].tail.mode == "off"
+
+
+def test_pairs_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:
+    assert parse_parameters(["a=b=c", " epochs = 2", "epochs=3"]) == {"a": "b=c", "epochs": 3}
+
+
+TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_pvc", "trained_models_pvc",
+         "workspace_pvc", "hf_secret", "s3_secret", "ca_secret")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path"),
+    [
+        *((name, 2, path) for name, path in PARAMETERS.items() if name not in TEXTS),
+        ("queue", "team", "resources.queue"),
+        ("workspace_pvc", "my-volume", "cluster.workspace_claim"),
+        ("base_model", "owner/name", "model.base_model"),
+        ("model_revision", "v1", "model.revision"),
+        ("data_source", "rows.csv", "data.source"),
+        ("gate.1.threshold", 0.5, "gate.1.threshold"),
+        ("demo.questions", ["Why?"], "demo.questions"),
+        ("demo.questions.0", "Why?", "demo.questions.0"),
+        ("stages.0.trainer.new_argument", 1, "stages.0.trainer.new_argument"),
+        ("data.columns.topic", "{topic}", "data.columns.topic"),
+        ("hardware.precision", "fp32", "hardware.precision"),
+    ],
+)  # fmt: skip
+def test_an_override_reaches_its_key_and_leaves_the_recipe(key: str, value: Any, path: str) -> None:
+    before = SURVIVAL.to_json()
+    assert value_at(with_overrides(SURVIVAL, {key: value}), path) == value
+    assert SURVIVAL.to_json() == before
+
+
+def test_an_override_is_checked_like_the_file() -> None:
+    with pytest.raises(UserError, match=r"recipe with resources.num_nodes: resources.num_nodes: .* \(got 0\)"):
+        with_overrides(SURVIVAL, {"resources.num_nodes": 0})
+
+
+def test_no_override_is_the_same_object() -> None:
+    assert with_overrides(SURVIVAL, {}) is SURVIVAL
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_environment_variables_win(variable: str) -> None:
+    recipe = with_environment(SURVIVAL, {variable: "3", "HOME": "/", "SEED": "9"})
+    assert value_at(recipe, PARAMETERS[ENVIRONMENT[variable]]) == 3
+    assert recipe.seed == SURVIVAL.seed
+
+
+def test_a_bad_environment_variable_is_refused() -> None:
+    with pytest.raises(UserError, match="num_train_epochs must be a finite number above 0, found 'many'"):
+        with_environment(SURVIVAL, {"EPOCHS": "many"})
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "filled"),
+    [
+        ("{answer}", ["answer"], "A"),
+        ("For {topic}, {full-question}?", ["topic", "full-question"], "For T, Q?"),
+        ("{topic}{topic}", ["topic", "topic"], "TT"),
+        ("{{{topic}}}", ["topic"], "{T}"),
+        ("plain", [], "plain"),
+        ("{number}", ["number"], "3"),
+    ],
+)
+def test_templates(template: str, fields: list[str], filled: str) -> None:
+    row = {"answer": "A", "topic": "T", "full-question": "Q", "number": 3}
+    assert template_fields(template) == fields
+    assert fill_template(template, row) == filled
+
+
+def test_values_are_not_templates() -> None:
+    assert fill_template("{answer}", {"answer": "{topic} 100 %s"}) == "{topic} 100 %s"
+
+
+def test_merged_yaml_keys_may_be_overridden() -> None:
+    assert parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")["b"] == {"x": 1, "y": 3}
+
+
+def test_paths_are_relative_to_the_recipe_file(tmp_path: Path) -> None:
+    raw = SURVIVAL.model_dump(mode="json")
+    raw["data"]["source"] = "./rows.csv"
+    raw["model"]["base_model"] = "../model"
+    raw["local"] = {"data_source": "samples/few.jsonl", "prompt.system": "./not/a/path"}
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "mine.json").write_text(json.dumps(raw))
+    recipe = load_recipe(folder / "mine.json")
+    assert recipe.data.source == str(folder / "rows.csv")
+    assert recipe.model.base_model == str(tmp_path / "model")
+    assert recipe.local == {"data_source": str(folder / "samples/few.jsonl"), "prompt.system": "./not/a/path"}

@@ -1,0 +1,106 @@
+"""Where the states are kept, and what may change about it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_recipe
+
+from tailtune.errors import UserError
+from tailtune.train.tail import placement
+from tailtune.training_key import training_settings
+
+GB = 10**9
+
+
+def place(num_bytes: int, wanted: str = "auto", uses: float = 4.0, **settings: Any) -> tuple[str, str]:
+    """`placement.place` with what most tests do not care for."""
+    common = {"missing_bytes": num_bytes, "checkpoints": settings["directory"], "num_trainable": 1, "ranks_on_node": 1,
+              "device": torch.device("cpu")}  # fmt: skip
+    return placement.place(wanted, num_bytes, uses, **{**common, **settings})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_bytes", "uses", "expected", "reason"),
+    [
+        ("auto", 1 * GB, 4.0, "host", "1.00 GB of 8.0 GB free memory"),
+        ("auto", 3 * GB, 4.0, "disk", "3.00 GB, mapped from"),  # two ranks share the memory
+        ("auto", 1 * GB, 1.0, "host", "1.00 GB of 8.0 GB free memory"),
+        ("auto", 1 * GB, 0.5, "none", "a row is used 0.5 times"),
+        ("auto", 60 * GB, 4.0, "none", "60.00 GB do not fit into the 50.00 GB free"),
+        ("disk", 1 * GB, 1.0, "disk", "as the recipe says"),
+        ("disk", 60 * GB, 4.0, "none", "do not fit"),
+        ("none", 1 * GB, 4.0, "none", "as the recipe says"),
+    ],
+)
+def test_placement(
+    wanted: str,
+    num_bytes: int,
+    uses: float,
+    expected: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GB)
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 50 * GB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kind, why = place(
+        num_bytes, wanted, uses, directory=tmp_path / "new" / "dir", checkpoints=tmp_path, ranks_on_node=2
+    )
+    assert kind == expected and reason in why
+
+
+@pytest.mark.parametrize(("same", "expected"), [(True, "none"), (False, "host")])
+def test_checkpoints_on_the_same_volume_need_their_room(
+    same: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 20 * GB)
+    monkeypatch.setattr(placement, "on_one_volume", lambda one, other: same)
+    kind, why = place(10 * GB, num_trainable=419_000_000, directory=tmp_path)
+    assert kind == expected and (not same or "15.08 GB of them for checkpoints" in why)
+
+
+def test_volumes_are_told_apart(tmp_path: Path) -> None:
+    assert placement.on_one_volume(tmp_path / "new", tmp_path)
+    if Path("/proc/self").is_dir():  # Linux
+        assert not placement.on_one_volume(tmp_path, Path("/proc/self/new"))
+
+
+@pytest.mark.parametrize(("free", "expected"), [(20 * GB, "gpu"), (9 * GB, "host")])
+def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
+    free: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 24 * GB))
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 500 * GB)
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
+    kind, _ = place(GB, num_trainable=419_000_000, directory=tmp_path, device=torch.device("cuda"))
+    assert kind == expected
+
+
+def test_states_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_bytes", lambda directory: 0)
+    kind, _ = place(GB, uses=1.0, missing_bytes=0, directory=tmp_path)
+    assert kind in ("host", "disk")
+
+
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tail\.cache is gpu, but training runs on the CPU; set it to auto"):
+        place(GB, "gpu", directory=tmp_path)
+
+
+def test_how_the_states_are_kept_may_change_between_attempts() -> None:
+    """After running out of memory, say; whether the tail trains alone may not: its checkpoints are others."""
+    one, disk, off = (
+        training_settings(tiny_recipe(**{f"stages.0.tail.{key}": value}))
+        for key, value in (("cache", "auto"), ("cache", "disk"), ("mode", "off"))
+    )
+    assert one == disk != off
+
+
+def test_states_without_gradient_cannot_be_kept() -> None:
+    with pytest.raises(UserError, match=r"stop_backward is false, so states need their gradient; set cache to 'none'"):
+        tiny_recipe(**{"stages.0.tail.stop_backward": False})

@@ -1,0 +1,211 @@
+"""What trains and what does not, profiles, intervals, checkpoints."""
+
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from conftest import tiny_recipe
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tailtune.errors import UserError
+from tailtune.kinds.chat.prompt import encode_row
+from tailtune.recipe.schema import Hardware
+from tailtune.train import hardware
+from tailtune.train.arguments import num_steps, sft_config
+from tailtune.train.callbacks import peak_memory_bytes
+from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
+from tailtune.train.hardware import choose, find_profile, largest_divisor
+from tailtune.train.run import count_truncated
+from tailtune.train.weights import decoder_layers, export_model, prepare_tail
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
+         "num_attention_heads": 2, "num_key_value_heads": 2,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+
+def new_model(model_type: str, **overrides: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **overrides}))
+
+
+def stage(**overrides: object) -> object:
+    return tiny_recipe(**{f"stages.0.{key}": value for key, value in overrides.items()}).stages[0]
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "llama", "gpt_neox", "qwen3"])
+def test_only_the_last_layers_and_the_untied_head_train(model_type: str) -> None:
+    model = new_model(model_type, tie_word_embeddings=True)
+    prepare_tail(model, stage())
+    model(input_ids=torch.randint(0, 64, (2, 8)), labels=torch.randint(0, 64, (2, 8))).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+    layers = {part for name in trained for part in name.split(".") if part.isdigit()}
+    assert layers == {"2", "3"}
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert not model.get_input_embeddings().weight.requires_grad
+    assert model.config.tie_word_embeddings is False
+
+
+def test_the_backward_stops_where_training_stops() -> None:
+    """With a tied head it would walk through every frozen layer to the embedding."""
+    model = new_model("smollm3", tie_word_embeddings=True)
+    prepare_tail(model, stage())
+    entered: list[bool] = []
+    decoder_layers(model)[2].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].requires_grad))
+    model(input_ids=torch.randint(0, 64, (2, 8)))
+    assert entered == [False]
+
+
+def test_bf16_keeps_fp32_master_weights_where_it_trains_only(tmp_path: Path) -> None:
+    model = new_model("smollm3").to(torch.bfloat16)
+    prepare_tail(model, stage())
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    export_model(model, tmp_path, torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
+    """418.9 M of 3.075 B parameters: the recipe's figure, on the true shape without its memory."""
+    config = AutoConfig.for_model("smollm3", vocab_size=128256, hidden_size=2048, intermediate_size=11008,
+                                  num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=4)  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        total = model.num_parameters()
+        prepare_tail(model, stage())
+    trainable = model.num_parameters(only_trainable=True)
+    assert total == pytest.approx(3.075e9, rel=1e-3)
+    assert trainable == pytest.approx(418.9e6, rel=1e-3)
+    assert 100 * trainable / total == pytest.approx(13.62, abs=0.01)
+
+
+def test_more_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(UserError, match="num_trainable_layers is 9, but the model has 4 layers; lower it"):
+        prepare_tail(new_model("llama"), stage().model_copy(update={"num_trainable_layers": 9}))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("NVIDIA L4", "L4"), ("NVIDIA L40S", "L40S"), ("NVIDIA A40", "A40"), ("NVIDIA A100-SXM4-80GB", "A100"),
+     ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("Tesla T4", "T4"), ("cpu", "CPU"),
+     ("NVIDIA GeForce RTX 4090", "generic")],
+)  # fmt: skip
+def test_the_profile_follows_from_the_device(device: str, expected: str) -> None:
+    assert find_profile(device).name == expected
+
+
+def test_a_profile_can_be_named_and_an_unknown_one_lists_all() -> None:
+    assert find_profile("cpu", "h100").name == "H100"
+    with pytest.raises(UserError, match=r"hardware.profile 'H900' is not known; use auto or one of .*H200"):
+        find_profile("cpu", "H900")
+
+
+def test_the_effective_batch_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda: "cpu")
+    for batch, accumulation in [(8, 2), (24, 1), (7, 3), (64, 2), (100, 1)]:
+        choice = choose(Hardware(profile="L4"), batch, accumulation)
+        assert choice.per_device_train_batch_size * choice.gradient_accumulation_steps == batch * accumulation
+        assert choice.per_device_train_batch_size <= 8
+    assert largest_divisor(17, 8) == 1
+
+
+def test_fp16_on_a_cpu_is_reported_as_what_it_is() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    assert choose(Hardware(precision="fp16"), 8, 1).precision == "fp32"
+    assert choose(Hardware(), 8, 1).describe() == "cpu (profile CPU), fp32, sdpa, batch 8 x 1 per rank"
+
+
+@pytest.mark.parametrize(("num_rows", "epochs"), [(5, 1), (40, 3), (2845, 4)])
+def test_intervals_fit_the_length_of_the_run(num_rows: int, epochs: int, tmp_path: Path) -> None:
+    """An interval longer than the run would leave "best model" nothing to choose from."""
+    recipe = tiny_recipe(epochs=epochs)
+    choice = choose(recipe.hardware, 2, 1)
+    config = sft_config(recipe, recipe.stages[0], choice, output_dir=tmp_path, num_train_rows=num_rows, world_size=2)
+    steps = num_steps(recipe.stages[0].trainer, choice, num_rows, 2)
+    assert 1 <= config.save_steps == config.eval_steps <= max(1, steps // 2)
+    assert config.learning_rate == pytest.approx(0.002)
+    assert config.gradient_checkpointing is False
+    assert config.load_best_model_at_end is True
+
+
+def test_the_recipe_may_name_its_own_intervals(tmp_path: Path) -> None:
+    recipe = tiny_recipe(**{"stages.0.trainer.eval_steps": 7, "stages.0.trainer.save_steps": 14})
+    config = sft_config(recipe, recipe.stages[0], choose(recipe.hardware, 2, 1), output_dir=tmp_path,
+                        num_train_rows=40, world_size=1)  # fmt: skip
+    assert (config.eval_steps, config.save_steps) == (7, 14)
+
+
+def test_peak_memory_does_not_fall_when_memory_is_freed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    block = torch.ones(40_000_000)  # 160 MB
+    high = peak_memory_bytes()
+    del block
+    assert peak_memory_bytes() >= high > 160e6
+
+
+def write_checkpoint(directory: Path, step: int, *, complete: bool) -> Path:
+    path = directory / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"1234")
+    if complete:
+        (path / COMPLETE).write_text(json.dumps({"weights": 4}))
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own setting")
+def test_freed_memory_is_used_again_without_fresh_pages() -> None:
+    program = """
+import resource, sys, torch
+from tailtune.train.hardware import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for mib in (4, 8, 24, 4) * 3:
+        [torch.ones(mib << 18) for _ in range(3)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", program, way], check=True, capture_output=True, text=True).stdout)
+        for way in ("keep", "give back")
+    )
+    assert kept < 100 < given_back
+
+
+def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
+    tokenizer, recipe = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe()
+    rows = pa.table({"full-question": ["How?"] * 4, "answer": ["So.", "So and so.", "So. " * 9, "So. " * 30]})
+    whole = [list(chain(*encode_row(tokenizer, recipe.prompt, row))) for row in rows.to_pylist()]
+    max_length = len(whole[2])  # just fits
+    cut = [ids[:max_length] for ids in whole]
+    assert count_truncated(tokenizer, recipe, rows, cut, max_length) == 1
+    assert count_truncated(tokenizer, recipe, rows, whole, 1000) == 0
+    assert count_truncated(tokenizer, recipe, rows, whole, None) == 0
+    with pytest.raises(UserError, match="leaves no room for its answer"):  # a prompt of that length, cut as TRL would
+        count_truncated(tokenizer, recipe, rows, [ids[:5] for ids in whole], 5)
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    assert latest_complete(tmp_path) is None
+    write_checkpoint(tmp_path, 9, complete=True)
+    whole = write_checkpoint(tmp_path, 10, complete=True)
+    truncated = write_checkpoint(tmp_path, 11, complete=True)
+    (truncated / "weights").write_bytes(b"12")
+    interrupted = write_checkpoint(tmp_path, 12, complete=False)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert latest_complete(tmp_path) == whole
+    remove_incomplete(tmp_path)
+    assert not truncated.exists() and not interrupted.exists()
+    assert sorted(step_of(p) for p in tmp_path.iterdir()) == [-1, 9, 10]
