@@ -32,15 +32,15 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
 
     from components.check_cluster import check_cluster
     from components.evaluate_model import evaluate_model
+    from components.fail_if_rejected import fail_if_rejected
     from components.fetch_dataset import fetch_dataset
     from components.fetch_model import fetch_model
-    from components.make_demo import make_demo
     from components.promotion_gate import promotion_gate
-    from components.reject_model import reject_model
     from components.resolve_recipe import resolve_recipe
     from components.stop_jobs import stop_jobs
     from components.train_stage import train_stage
     from components.write_parquet import write_parquet
+    from components.write_report import write_report
     from tailtune import images
 
     default, recipe_resources = parameter_values(recipe), recipe.resources
@@ -111,12 +111,12 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
                 evaluation = add(evaluate_model(run=run, data_dir=data_directory, **models))
                 gate = add(promotion_gate(run=run, evaluation=evaluation.outputs["Output"]))
                 with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
-                    demo = add(make_demo(run=run, **models))
+                    promoted_report = add(write_report(run=run, **models))
                 with dsl.Else(name="failed"):
-                    report = add(make_demo(run=run, **models))
-                    add(reject_model(run=run, report=report.outputs["Output"]))
+                    rejected_report = add(write_report(run=run, **models))
+                    add(fail_if_rejected(run=run, report=rejected_report.outputs["Output"]))
         if gpu:
-            for task in (evaluation, demo, report):
+            for task in (evaluation, promoted_report, rejected_report):
                 task.set_accelerator_type(gpu).set_accelerator_limit(1)
                 for toleration in recipe_resources.tolerations:
                     kubernetes.add_toleration(task, **toleration)

@@ -146,12 +146,12 @@ def cancel_run(name: str, server: PipelineServer) -> None:
     A job that is deleted alone comes back: KFP tries the step again.
     """
     from tailtune.jobs.cleanup import cancel
-    from tailtune.jobs.kubernetes import Cluster
+    from tailtune.jobs.kubernetes import KubernetesClient
 
     ended = server.terminate(name)
     names = sorted({name, *(one.run_name for one in ended if one.run_name)})
     try:
-        there = Cluster(server.connection.namespace, api_seconds=20)
+        there = KubernetesClient(server.connection.namespace, api_seconds=20)
     except UserError as error:
         click.echo(f"jobs are left to the run's own steps: {error}", err=True)
         there = None

@@ -16,7 +16,7 @@ import click
 
 from tailtune.errors import UserError
 from tailtune.jobs.local import count_gpus
-from tailtune.log import MARK
+from tailtune.log import LINE_PREFIX
 from tailtune.recipe.load import ENVIRONMENT, load_recipe, with_environment, with_local_overlay, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.run import Run
@@ -101,7 +101,7 @@ def _pass_on(reader: int, terminal: int, log_path: Path, errors: list[str]) -> N
         for line in lines:
             log_file.write(line)
             log_file.flush()
-            _, mark, text = line.partition(MARK)
+            _, mark, text = line.partition(LINE_PREFIX)
             if not mark:
                 continue
             text = text.rstrip("\n")

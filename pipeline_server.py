@@ -61,9 +61,9 @@ def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
         return Connection(endpoint, namespace, token, ca_file)
     if endpoint and namespace and token:
         return Connection(endpoint, namespace, token, ca_file)
-    from tailtune.jobs.kubernetes import Cluster
+    from tailtune.jobs.kubernetes import KubernetesClient
 
-    cluster = Cluster(namespace, api_seconds=PATIENCE_SECONDS)
+    cluster = KubernetesClient(namespace, api_seconds=PATIENCE_SECONDS)
     token = token or _bearer(cluster.configuration)
     return Connection(endpoint or _route(cluster), cluster.namespace, token, ca_file)
 
@@ -101,7 +101,7 @@ def _route(cluster: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Going:
+class ActiveRun:
     """A run that goes on."""
 
     id: str
@@ -187,14 +187,14 @@ class PipelineServer:
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
 
-    def terminate(self, name: str) -> list[Going]:
+    def terminate(self, name: str) -> list[ActiveRun]:
         """End the runs that go on and that have this name or id; which they are."""
         runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
                                               namespace=self.connection.namespace), "runs")  # fmt: skip
         found = []
         for one in runs:
             parameters = one.runtime_config.parameters if one.runtime_config else None
-            going = Going(one.run_id, str((parameters or {}).get("run_name") or ""))
+            going = ActiveRun(one.run_id, str((parameters or {}).get("run_name") or ""))
             if name in (one.display_name, going.id, going.run_name) and one.state not in ENDED:
                 found.append(going)
                 if one.state != "CANCELING":

@@ -93,7 +93,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from tailtune.recipe.schema import TailSettings
     from tailtune.train.run import conversations
     from tailtune.train.tail.trainer import TailTrainer, attach
-    from tailtune.train.weights import prepare_tail
+    from tailtune.train.weights import freeze_all_but_last
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -114,7 +114,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         for part in (*model.model.layers[-stage.num_trainable_layers :], model.lm_head):
             part.requires_grad_(True)
     else:
-        prepare_tail(model, stage)
+        freeze_all_but_last(model, stage)
     args = SFTConfig(
         output_dir=str(folder / "steps"), max_steps=spec["steps"] + spec.get("warmup", 2), report_to=[],
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulation, learning_rate=5e-5,
@@ -285,7 +285,7 @@ def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tailtune.train", "--recipe", "survival", "--data-dir", str(folder / "data"),
          "--model-dir", str(folder / "base"), "--output-dir", str(folder / "out"),
-         "--prefix-cache-dir", str(folder / "out" / "cache"), *parameters],
+         "--hidden-state-cache-dir", str(folder / "out" / "cache"), *parameters],
         stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, (folder / "whole.log").read_text()[-4000:]
@@ -446,8 +446,8 @@ def tables(results: dict[str, Any]) -> None:
 
 @click.command()
 @click.option("--data", type=click.Path(exists=True, path_type=Path), help="JSON Lines with topic, question, answer.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-@click.option("--model", "shape", type=click.Choice(list(SHAPES)), default="hidden256")
+@click.option("--device", type=click.HardwarePlan(["cpu", "cuda"]), default="cpu")
+@click.option("--model", "shape", type=click.HardwarePlan(list(SHAPES)), default="hidden256")
 @click.option("--steps", "num_steps", default=200, help="Steps of the stock variants.")
 @click.option("--folder", type=click.Path(path_type=Path), default="runs/.benchmark")
 @click.option(
@@ -455,7 +455,7 @@ def tables(results: dict[str, Any]) -> None:
     "parts",
     multiple=True,
     default=["headline", "savings"],
-    type=click.Choice(["headline", "savings", "scaling"]),
+    type=click.HardwarePlan(["headline", "savings", "scaling"]),
 )
 @click.option("--child", "child_spec", hidden=True)
 def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Path, parts: tuple[str, ...],

@@ -9,9 +9,9 @@ from tailtune import images
 def stop_jobs(job_id: str) -> None:
     """Delete the jobs of this run of the pipeline that have not ended; not those of another run of the same name."""
     from tailtune.jobs.cleanup import cancel
-    from tailtune.jobs.kubernetes import Cluster
+    from tailtune.jobs.kubernetes import KubernetesClient
     from tailtune.log import log, step
 
     with step("stop"):
-        for name in cancel(Cluster(), pipeline_run=job_id):
+        for name in cancel(KubernetesClient(), pipeline_run=job_id):
             log.info("stop: job %s was still there and is deleted", name)

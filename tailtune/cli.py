@@ -156,9 +156,9 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
     A run that goes on makes its job again: end it with `python pipeline.py --cancel RUN`.
     """
     from tailtune.jobs import cleanup
-    from tailtune.jobs.kubernetes import Cluster
+    from tailtune.jobs.kubernetes import KubernetesClient
 
-    _say_deleted(cleanup.cancel(Cluster(namespace, api_seconds=20), run=run, dry_run=dry_run), dry_run)
+    _say_deleted(cleanup.cancel(KubernetesClient(namespace, api_seconds=20), run=run, dry_run=dry_run), dry_run)
 
 
 @main.command()
@@ -171,9 +171,9 @@ def gc(namespace: str | None, dry_run: bool) -> None:
     A step that is between two attempts does not wait either: its next attempt makes the job again, and resumes.
     """
     from tailtune.jobs import cleanup
-    from tailtune.jobs.kubernetes import Cluster
+    from tailtune.jobs.kubernetes import KubernetesClient
 
-    _say_deleted(cleanup.collect_garbage(Cluster(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+    _say_deleted(cleanup.collect_garbage(KubernetesClient(namespace, api_seconds=20), dry_run=dry_run), dry_run)
 
 
 def _say_deleted(names: list[str], dry_run: bool) -> None:

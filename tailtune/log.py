@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tailtune.errors import UserError
 
-MARK = "tailtune | "
+LINE_PREFIX = "tailtune | "
 log = logging.getLogger("tailtune")
 
 
@@ -20,7 +20,7 @@ def configure() -> None:
     """Send tailtune's lines to stderr, whatever other libraries do with the root logger."""
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(MARK + "%(message)s"))
+        handler.setFormatter(logging.Formatter(LINE_PREFIX + "%(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

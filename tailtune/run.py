@@ -57,9 +57,9 @@ class Run(Config):
         return self.models_dir / "demo_outputs"
 
     @property
-    def prefix_cache_dir(self) -> Path:
+    def hidden_state_cache_dir(self) -> Path:
         """States of frozen layers, shared by all runs: their key decides."""
-        return self._of_all_runs("prefix_cache")
+        return self._of_all_runs("hidden_state_cache")
 
     @property
     def promotions_dir(self) -> Path:

@@ -14,8 +14,8 @@ from typing import Any
 from kubernetes_server import Server
 
 from tailtune.jobs import follow as launcher
-from tailtune.jobs.job import Job, Pod, job_name
-from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.job import Job, PodSpec, job_name
+from tailtune.jobs.kubernetes import KubernetesClient
 
 HERE = Path(__file__).resolve().parent
 MODULES = {
@@ -42,7 +42,7 @@ MODULES = {
 
 def make_job(module: str, kind: str = "auto", **changes: Any) -> Job:
     """Two pods that run one of MODULES."""
-    pod = Pod(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
+    pod = PodSpec(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
               kind=kind,
               volumes=(("training-data-pvc", "/shared/data"), ("workspace-pvc", "/shared/workspace")))  # fmt: skip
     job = Job(name=job_name("a run", "sft"), module=f"pod_{module}", args=(), num_nodes=2, ranks_per_node=1,
@@ -51,7 +51,7 @@ def make_job(module: str, kind: str = "auto", **changes: Any) -> Job:
 
 
 def run(job: Job, api_seconds: float = 30) -> None:
-    launcher.run_job(job, Cluster(api_seconds=api_seconds))
+    launcher.run_job(job, KubernetesClient(api_seconds=api_seconds))
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
@@ -82,12 +82,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
 LAUNCH = """
 import sys
 from tailtune.jobs import follow as launcher
-from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.log import step
 from launchers import make_job
 launcher.POLL_SECONDS = 0.2
 with step("train"):
-    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2]), Cluster())
+    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2]), KubernetesClient())
 """
 
 

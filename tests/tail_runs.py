@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer
 from tailtune.recipe.schema import TailSettings
 from tailtune.train.tail.tokenized_rows import Rows
 from tailtune.train.tail.trainer import TailTrainer, attach
-from tailtune.train.weights import prepare_tail
+from tailtune.train.weights import freeze_all_but_last
 
 VOCABULARY = 96
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -163,7 +163,7 @@ def prepare(
     """The model with its last layers and head trainable, and TRL's trainer of the whole model."""
     dtype = getattr(torch, case.dtype)
     model = new_model(case.architecture, dtype, **dict(case.overrides))
-    prepare_tail(model, SimpleNamespace(num_trainable_layers=case.num_layers, train_head=True))  # type: ignore[arg-type]
+    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=case.num_layers, train_head=True))  # type: ignore[arg-type]
     if dtype is torch.float64:
         model.double()
     arguments = {

@@ -14,8 +14,8 @@ from packaging.version import InvalidVersion, Version
 
 from tailtune.doctor.findings import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
 from tailtune.jobs import trainjob
-from tailtune.jobs.kubernetes import Cluster
-from tailtune.jobs.objects import KINDS, find_kind
+from tailtune.jobs.kubernetes import KubernetesClient
+from tailtune.jobs.objects import JOB_KINDS, find_kind
 from tailtune.recipe.schema import Recipe
 from tailtune.run import MOUNTS
 
@@ -29,7 +29,7 @@ INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
 SERVER_SECONDS = 20.0
 
 
-def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = ()) -> Iterator[Finding]:
+def cluster_findings(cluster: KubernetesClient, recipe: Recipe, images: Sequence[str] = ()) -> Iterator[Finding]:
     api = client.ApiClient(cluster.configuration)
     version = cluster.call(client.VersionApi(api).get_code)
     yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
@@ -44,7 +44,7 @@ def cluster_findings(cluster: Cluster, recipe: Recipe, images: Sequence[str] = (
     yield from _images(cluster, images)
 
 
-def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
+def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
     """Whether the project has one, and whether it reads what is compiled here. A step of a run need not ask."""
     check = "pipeline server"
     try:
@@ -83,9 +83,9 @@ def _pipeline_server(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _training_jobs(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
     """The kind of job that the launcher would take, and what the steps' account may do with it."""
-    wanted = [kind for name, kind in KINDS.items() if recipe.resources.job_kind in ("auto", name)]
+    wanted = [kind for name, kind in JOB_KINDS.items() if recipe.resources.job_kind in ("auto", name)]
     there = [kind for kind in wanted if find_kind(cluster, kind)]
     if not there:
         yield Finding("training job", BLOCKS, f"the cluster has no {' and no '.join(kind.KIND for kind in wanted)}",
@@ -113,7 +113,7 @@ def _training_jobs(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         yield _runtime(cluster, recipe)
 
 
-def _runner(cluster: Cluster) -> str | None:
+def _runner(cluster: KubernetesClient) -> str | None:
     """The steps' account, where the one that is logged in may ask about it; else None: its own permissions count."""
     user = f"system:serviceaccount:{cluster.namespace}:{RUNNER}"
     try:
@@ -123,7 +123,7 @@ def _runner(cluster: Cluster) -> str | None:
     return user
 
 
-def _runtime(cluster: Cluster, recipe: Recipe) -> Finding:
+def _runtime(cluster: KubernetesClient, recipe: Recipe) -> Finding:
     name, plural = trainjob.RUNTIMES[bool(recipe.resources.gpu)], "clustertrainingruntimes"
     found = _read(cluster, lambda name, _: cluster.custom.get_cluster_custom_object(
         trainjob.GROUP, trainjob.VERSION, plural, name), name)  # fmt: skip
@@ -135,7 +135,7 @@ def _runtime(cluster: Cluster, recipe: Recipe) -> Finding:
     return Finding("runtime", OK, f"{name} is there")
 
 
-def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
     claims, num_nodes = recipe.cluster, recipe.resources.num_nodes
     places = {claims.data_claim: MOUNTS["data_dir"], claims.models_claim: MOUNTS["models_dir"],
               claims.workspace_claim: MOUNTS["workspace_dir"]}  # fmt: skip
@@ -161,7 +161,7 @@ def _volumes(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
             yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")
 
 
-def _queue(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
+def _queue(cluster: KubernetesClient, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
     name = recipe.resources.queue
     there = any(one.name == "kueue.x-k8s.io" for one in groups)
     if not name:
@@ -180,7 +180,7 @@ def _queue(cluster: Cluster, recipe: Recipe, groups: Sequence[client.V1APIGroup]
         yield Finding(f"queue {name}", OK, "the LocalQueue is there")
 
 
-def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
     """Whether the job's pods fit: what can never fit blocks, what does not fit now is a warning."""
     wanted, nodes = recipe.resources, recipe.resources.num_nodes
     needs = {"pods": "1", "requests.cpu": wanted.cpu_request, "cpu": wanted.cpu_request, "limits.cpu": wanted.cpu,
@@ -211,7 +211,7 @@ def _quota(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("quota", OK, f"room for {nodes} pods" if found.items else "the project has none")
 
 
-def _secrets(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
+def _secrets(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
     """By name and key; values are not looked at. None stops a run: there are other ways to be let in."""
     names = recipe.cluster
     wanted = (
@@ -237,7 +237,7 @@ def _secrets(cluster: Cluster, recipe: Recipe) -> Iterator[Finding]:
             yield Finding(check, OK, f"there, with {key}")
 
 
-def _images(cluster: Cluster, images: Sequence[str]) -> Iterator[Finding]:
+def _images(cluster: KubernetesClient, images: Sequence[str]) -> Iterator[Finding]:
     """Those of the cluster's own registry; others are met when a pod pulls them."""
     for image in images:
         path = image.removeprefix(INTERNAL_REGISTRY)
@@ -257,7 +257,7 @@ def _images(cluster: Cluster, images: Sequence[str]) -> Iterator[Finding]:
             yield Finding(check, OK, f"{name} is in project {namespace}")
 
 
-def _read(cluster: Cluster, read: Callable[[str, str], Any], name: str, namespace: str | None = None) -> Any:
+def _read(cluster: KubernetesClient, read: Callable[[str, str], Any], name: str, namespace: str | None = None) -> Any:
     """What `read` gives for a name in the project, or the status with which it is refused, 4xx."""
     try:
         return cluster.call(lambda: read(name, namespace or cluster.namespace))

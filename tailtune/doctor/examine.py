@@ -36,11 +36,11 @@ def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], ap
     from kubernetes.client import ApiException
 
     from tailtune.doctor.cluster import cluster_findings
-    from tailtune.jobs.kubernetes import Cluster, in_words
+    from tailtune.jobs.kubernetes import KubernetesClient, in_words
 
     found = []
     try:
-        for one in cluster_findings(Cluster(namespace, api_seconds), recipe, images):
+        for one in cluster_findings(KubernetesClient(namespace, api_seconds), recipe, images):
             found.append(one)
     except UserError as error:
         problem, _, fix = str(error).partition("; ")

@@ -7,12 +7,12 @@ from kubernetes import client
 
 from tailtune.errors import UserError
 from tailtune.jobs.job import label_value
-from tailtune.jobs.kubernetes import Cluster, in_words
-from tailtune.jobs.objects import KINDS, LAUNCHER, MANAGED, Jobs
+from tailtune.jobs.kubernetes import KubernetesClient, in_words
+from tailtune.jobs.objects import JOB_KINDS, LAUNCHER, MANAGED, Jobs
 
 
 def cancel(
-    cluster: Cluster, *, run: str | None = None, pipeline_run: str | None = None, dry_run: bool = False
+    cluster: KubernetesClient, *, run: str | None = None, pipeline_run: str | None = None, dry_run: bool = False
 ) -> list[str]:
     """Delete the jobs, of every kind, that have not ended: of runs by name, or of one run of the pipeline by its id.
 
@@ -22,7 +22,7 @@ def cancel(
     return _delete_all(cluster, f"{MANAGED},tailtune.io/{label}", lambda manifest: True, dry_run)
 
 
-def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
+def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list[str]:
     """Delete jobs that have not ended and that nobody waits for: the pod of their step is gone. Their names."""
 
     def orphaned(manifest: dict[str, Any]) -> bool:
@@ -32,9 +32,11 @@ def collect_garbage(cluster: Cluster, *, dry_run: bool = False) -> list[str]:
     return _delete_all(cluster, MANAGED, orphaned, dry_run)
 
 
-def _delete_all(cluster: Cluster, selector: str, wanted: Callable[[dict[str, Any]], bool], dry_run: bool) -> list[str]:
+def _delete_all(
+    cluster: KubernetesClient, selector: str, wanted: Callable[[dict[str, Any]], bool], dry_run: bool
+) -> list[str]:
     names, refused, looked = [], "", False
-    for kind in KINDS.values():
+    for kind in JOB_KINDS.values():
         jobs = Jobs(cluster, kind)
         try:
             found = jobs.find(selector)

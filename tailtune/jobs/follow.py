@@ -17,9 +17,9 @@ from tailtune.errors import UserError
 from tailtune.jobs import pods as look
 from tailtune.jobs.failure import explain
 from tailtune.jobs.job import BadInput, Job, JobFailed
-from tailtune.jobs.kubernetes import CALL_TIMEOUT, Cluster, in_words
+from tailtune.jobs.kubernetes import CALL_TIMEOUT, KubernetesClient, in_words
 from tailtune.jobs.logs import PodLog
-from tailtune.jobs.objects import KINDS, SHORT_TIMEOUT, SPEC, Jobs, choose_kind
+from tailtune.jobs.objects import JOB_KINDS, SHORT_TIMEOUT, SPEC, Jobs, choose_kind
 from tailtune.jobs.progress import Reporter
 from tailtune.log import log
 from tailtune.signals import on_stop
@@ -44,7 +44,7 @@ def _stop(received: list[int]) -> None:
         raise _Stopped(received[0])
 
 
-def run_job(job: Job, cluster: Cluster) -> None:
+def run_job(job: Job, cluster: KubernetesClient) -> None:
     """Run a job to its end, or go on with the one of an earlier attempt. Raises JobFailed.
 
     SIGTERM and SIGINT delete the job, so that its GPUs are free.
@@ -65,9 +65,9 @@ def run_job(job: Job, cluster: Cluster) -> None:
         raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}") from None
 
 
-def _delete_at_once(job: Job, cluster: Cluster, jobs: Jobs | None) -> tuple[bool, str]:
+def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> tuple[bool, str]:
     """Delete a job within the seconds that a stopped pod has; what came of it, also in words."""
-    kinds = [jobs] if jobs else [Jobs(cluster, kind) for kind in KINDS.values()]
+    kinds = [jobs] if jobs else [Jobs(cluster, kind) for kind in JOB_KINDS.values()]
     try:
         for _ in range(2):
             there = []

@@ -9,7 +9,7 @@ from tailtune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Pod:
+class PodSpec:
     """What one node of the job is, on a cluster. Quantities are Kubernetes' own (`20Gi`, `6`)."""
 
     image: str
@@ -49,7 +49,7 @@ class Job:
     """How long all pods may take until they run."""
     deadline_seconds: int = 24 * 3600
     """How long the whole job may take."""
-    pod: Pod | None = None
+    pod: PodSpec | None = None
     """None for jobs of this machine."""
 
 

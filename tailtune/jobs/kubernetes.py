@@ -29,7 +29,7 @@ TEMPORARY = (401, 408, 429, 500, 502, 503, 504)
 Result = TypeVar("Result")
 
 
-class Cluster:
+class KubernetesClient:
     """One namespace, with its clients."""
 
     def __init__(self, namespace: str | None = None, api_seconds: float = API_SECONDS) -> None:

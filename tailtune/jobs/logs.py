@@ -27,7 +27,7 @@ def parse_stamp(line: str) -> tuple[int, str] | None:
     return seconds * 10**9 + int((found[2] or "").ljust(9, "0")[:9]), line[found.end() :]
 
 
-class Once:
+class LineDeduplicator:
     """Lets every line of a log pass once, however often the log is read from somewhere before its end.
 
     What has passed is known by the latest timestamp and the number of lines with it. Within one reading all
@@ -70,7 +70,7 @@ class PodLog(threading.Thread):
         super().__init__(name=f"log of {pod}", daemon=True)
         self._core, self._container, self._show = core, container, show
         self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
-        self._once = Once()
+        self._once = LineDeduplicator()
         self._surprised = False
         self._ended = threading.Event()
         self._restarts = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from tailtune.jobs.torchrun import Ended, run_torchrun
+from tailtune.jobs.torchrun import TorchrunResult, run_torchrun
 from tailtune.log import configure, log
 from tailtune.signals import STOPPED
 
@@ -39,7 +39,7 @@ def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str
     ]
 
 
-def last_words(ended: Ended, limit: int = 4000) -> str:
+def termination_message(ended: TorchrunResult, limit: int = 4000) -> str:
     """JSON for the launcher: what failed, and as many of the last lines as fit."""
     lines = list(ended.last_lines)
     while True:
@@ -74,7 +74,7 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
     if ended.status and not ended.stopped:
         path = Path(os.environ.get("TERMINATION_LOG", TERMINATION_LOG))
         try:
-            path.write_text(last_words(ended))
+            path.write_text(termination_message(ended))
         except OSError as error:  # the launcher then reads the log's end instead
             log.warning("train: cannot write %s: %s", path, error.strerror)
     sys.exit(STOPPED if ended.stopped and ended.status else ended.status)

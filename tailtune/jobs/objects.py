@@ -12,7 +12,7 @@ from tailtune.errors import UserError
 from tailtune.jobs import pods as look
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import Job
-from tailtune.jobs.kubernetes import CALL_TIMEOUT, Cluster
+from tailtune.jobs.kubernetes import CALL_TIMEOUT, KubernetesClient
 
 SHORT_TIMEOUT = (3, 5)
 SPEC = "tailtune.io/spec-sha256"
@@ -20,7 +20,7 @@ SPEC = "tailtune.io/spec-sha256"
 LAUNCHER = "tailtune.io/launcher-pod"
 """Annotation: the pod that waits for the job. Without it nobody does: `tailtune gc`."""
 MANAGED = "app.kubernetes.io/managed-by=tailtune"
-KINDS = {"pytorchjob": pytorchjob, "trainjob": trainjob}
+JOB_KINDS = {"pytorchjob": pytorchjob, "trainjob": trainjob}
 """In order of preference."""
 
 
@@ -28,7 +28,7 @@ KINDS = {"pytorchjob": pytorchjob, "trainjob": trainjob}
 class Jobs:
     """The jobs of one kind in a namespace. Every call is tried again while the API is in trouble."""
 
-    cluster: Cluster
+    cluster: KubernetesClient
     kind: Any
     spec_fields: tuple[str, ...] = ()
     """What the cluster's version of the kind knows, where versions differ."""
@@ -113,13 +113,13 @@ class Jobs:
         return self.kind.GROUP, self.kind.VERSION, self.cluster.namespace, self.kind.PLURAL
 
 
-def choose_kind(cluster: Cluster, wanted: str) -> tuple[Jobs, str]:
+def choose_kind(cluster: KubernetesClient, wanted: str) -> tuple[Jobs, str]:
     """The kind of job that is wanted, or for `auto` the first that the cluster has and the account may create; and why.
 
     Raises UserError.
     """
     reasons = []
-    for name, kind in KINDS.items():
+    for name, kind in JOB_KINDS.items():
         if wanted not in ("auto", name):
             continue
         jobs = find_kind(cluster, kind)
@@ -133,7 +133,7 @@ def choose_kind(cluster: Cluster, wanted: str) -> tuple[Jobs, str]:
     raise UserError(f"no training job can be made in {cluster.namespace}: {'; '.join(reasons)}; run tailtune doctor")
 
 
-def find_kind(cluster: Cluster, kind: Any) -> Jobs | None:
+def find_kind(cluster: KubernetesClient, kind: Any) -> Jobs | None:
     """None when the API does not know the kind."""
     path = f"/apis/{kind.GROUP}/{kind.VERSION}"
     try:

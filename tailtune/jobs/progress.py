@@ -19,11 +19,11 @@ from kubernetes import client
 from urllib3.exceptions import HTTPError
 
 from tailtune.jobs.kubernetes import in_words
-from tailtune.log import MARK, log
+from tailtune.log import LINE_PREFIX, log
 
 TELL_SECONDS = 15
 """How often the annotation may change: every change is one more version of the job in the cluster's store."""
-LINE = re.compile(rf"{re.escape(MARK)}train: step (\d+)/(\d+)((?:(?!{re.escape(MARK)}).)*)")
+LINE = re.compile(rf"{re.escape(LINE_PREFIX)}train: step (\d+)/(\d+)((?:(?!{re.escape(LINE_PREFIX)}).)*)")
 """A progress line of train/callbacks.py; two ranks that write at once may share a line."""
 TRAIN = {
     "loss": r"\bloss (\S+)",

@@ -15,20 +15,20 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tailtune.log import MARK, log
+from tailtune.log import LINE_PREFIX, log
 from tailtune.manifest import read_json
 from tailtune.signals import on_stop
 
 NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines
-USER_ERROR = re.compile(rf"^(?:\[rank \d+\] )?{re.escape(MARK)}train: error: (.*)")
-SHARED_LINE = re.compile(rf"(?:\[rank \d+\] )?{re.escape(MARK)}")
+USER_ERROR = re.compile(rf"^(?:\[rank \d+\] )?{re.escape(LINE_PREFIX)}train: error: (.*)")
+SHARED_LINE = re.compile(rf"(?:\[rank \d+\] )?{re.escape(LINE_PREFIX)}")
 """Two ranks that write at once may share a line."""
 ACCOUNT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
 """Where torchrun begins to tell of a failure."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class TorchrunResult:
     """How torchrun ended."""
 
     status: int
@@ -51,7 +51,7 @@ def run_torchrun(
     shutdown_seconds: int,
     environment: Mapping[str, str],
     show: Callable[[str], None],
-) -> Ended:
+) -> TorchrunResult:
     """Run `python -m module args…` in some ranks of this machine; a SIGTERM or SIGINT is passed on first.
 
     Ranks that die are restarted, all together, up to `max_restarts` times. Bad input is not tried again.
@@ -98,7 +98,7 @@ def run_torchrun(
                     process.terminate()  # a restart would meet the same bad input
             status = process.wait()
         failure = first_failure("\n".join(last_lines), error_file, status) if status else ""
-    return Ended(status, user_error, bool(received), failure, own_lines(last_lines))
+    return TorchrunResult(status, user_error, bool(received), failure, own_lines(last_lines))
 
 
 def own_lines(lines: Iterable[str]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tailtune.errors import UserError
 from tailtune.jobs import local
-from tailtune.jobs.job import BadInput, Job, JobFailed, Pod, job_name, label_value
+from tailtune.jobs.job import BadInput, Job, JobFailed, PodSpec, job_name, label_value
 from tailtune.log import log
 from tailtune.manifest import read_json, read_manifest, write_json, write_text
 from tailtune.run import MOUNTS, Run
@@ -51,7 +51,7 @@ def _run_on_cluster(run: Run, job: Job) -> None:
     if told and told["pipeline_run"] == run.pipeline_run != "":
         raise BadInput(told["message"])
     try:
-        follow.run_job(job, kubernetes.Cluster())
+        follow.run_job(job, kubernetes.KubernetesClient())
     except BadInput as error:
         write_json(run.bad_input_path, {"pipeline_run": run.pipeline_run, "message": str(error)})
         raise
@@ -71,7 +71,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         "tailtune.io/recipe": recipe.name,
         "tailtune.io/stage": stage.name,
     }
-    pod = None if run.local else Pod(
+    pod = None if run.local else PodSpec(
         image=trainer_image,
         cpu=resources.cpu,
         memory=resources.memory,
@@ -100,7 +100,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
             **resources.environment,
             "DATA_DIR": str(data_dir),
             "OUTPUT_DIR": str(run.models_dir),
-            "PREFIX_CACHE_DIR": str(run.prefix_cache_dir),
+            "HIDDEN_STATE_CACHE_DIR": str(run.hidden_state_cache_dir),
         },
         labels=labels,
         start_seconds=resources.start_seconds,

@@ -42,7 +42,7 @@ class _Number(str):
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_Object, parse_int=_Number, parse_float=_Number, parse_constant=lambda _: math.nan
 )
-_KINDS = {
+_JSON_TYPES = {
     type(None): "null",
     bool: "a boolean",
     float: "not a number (NaN)",
@@ -166,7 +166,7 @@ def _json_row(raw: bytes, names: list[str]) -> list[str]:
     except json.JSONDecodeError as error:
         raise Bad(f"broken JSON ({error.msg} at character {error.pos + 1})") from None
     if not isinstance(row, _Object):
-        raise Bad(f"not a JSON object but {_KINDS[type(row)]}")
+        raise Bad(f"not a JSON object but {_JSON_TYPES[type(row)]}")
     keys = [key for key, _ in row]
     values = []
     for name in names:
@@ -174,7 +174,7 @@ def _json_row(raw: bytes, names: list[str]) -> list[str]:
         if len(found) != 1:
             raise Bad(f"column '{name}' is missing" if not found else f"column '{name}' stands twice", keys)
         if not isinstance(found[0], str):
-            raise Bad(f"column '{name}' is {_KINDS[type(found[0])]}, not a text", keys)
+            raise Bad(f"column '{name}' is {_JSON_TYPES[type(found[0])]}, not a text", keys)
         try:
             found[0].encode()
         except UnicodeEncodeError:

@@ -182,7 +182,7 @@ class Resources(Config):
     """How long the whole job may take."""
 
 
-class Cluster(Config):
+class ClusterNames(Config):
     """What a cluster holds for the run, by name."""
 
     data_claim: Name = "training-data-pvc"
@@ -218,7 +218,7 @@ class Recipe(Config):
     gate: Annotated[list[GateRule], Field(min_length=1)]
     demo: Demo
     resources: Resources = Resources()
-    cluster: Cluster = Cluster()
+    cluster: ClusterNames = ClusterNames()
     hardware: Hardware = Hardware()
     local: dict[str, Any] = {}
     """Dotted keys and values that apply to runs on this machine only."""

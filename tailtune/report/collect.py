@@ -19,11 +19,11 @@ from tailtune.report.page import render_report
 from tailtune.run import Run
 
 
-def make_demo(run: Run, base: Path, tuned: Path) -> Path:
+def write_report(run: Run, base: Path, tuned: Path) -> Path:
     """Answer the demo questions, write `demo_outputs/` and the report; return the report's path."""
     answers = answer_questions(run.recipe, base, tuned, run.demo_dir)
     write_text(run.report_path, render_report(collect_report(run, base, answers)))
-    log.info("demo: report %s", run.report_path)
+    log.info("report: %s", run.report_path)
     return run.report_path
 
 

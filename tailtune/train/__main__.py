@@ -1,7 +1,7 @@
 """The entry of every rank: `torchrun … -m tailtune.train`, on a cluster, a laptop or bare machines.
 
 Precedence: recipe < `-p` parameters < environment (EPOCHS, BATCH_SIZE, LEARNING_RATE, DATA_DIR,
-OUTPUT_DIR, PREFIX_CACHE_DIR). This is the one place that reads the training container's environment. WORLD_SIZE,
+OUTPUT_DIR, HIDDEN_STATE_CACHE_DIR). This is the one place that reads the training container's environment. WORLD_SIZE,
 RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, never from here.
 """
 
@@ -28,9 +28,9 @@ from tailtune.recipe.load import load_recipe, parse_parameters, with_environment
 @click.option("--model-dir", type=click.Path(path_type=Path), required=True, help="Directory of the base model.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="/shared/models", show_default=True,
               help="Where best_model/ and checkpoints/ go; OUTPUT_DIR in the environment wins.")  # fmt: skip
-@click.option("--prefix-cache-dir", type=click.Path(path_type=Path),
-              help="Where the states of frozen layers are kept, seen by all ranks; PREFIX_CACHE_DIR wins. By default "
-                   "prefix_cache/ in the output directory.")  # fmt: skip
+@click.option("--hidden-state-cache-dir", type=click.Path(path_type=Path),
+              help="Directory for hidden states of frozen layers, shared by all ranks; HIDDEN_STATE_CACHE_DIR wins. "
+                   "By default hidden_state_cache/ in the output directory.")  # fmt: skip
 @click.option("--stage", "stage_name", help="Stage of the recipe; the first one by default.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="Run parameter or dotted recipe key.")
 def main(
@@ -38,7 +38,7 @@ def main(
     data_dir: Path,
     model_dir: Path,
     output_dir: Path,
-    prefix_cache_dir: Path | None,
+    hidden_state_cache_dir: Path | None,
     stage_name: str | None,
     parameters: tuple[str, ...],
 ) -> None:
@@ -55,8 +55,8 @@ def main(
         if not data.is_file():
             raise UserError(f"{data} does not exist; write it with the parquet step, or set --data-dir")
         output = Path(os.environ.get("OUTPUT_DIR") or output_dir)
-        cache = Path(os.environ.get("PREFIX_CACHE_DIR") or prefix_cache_dir or output / "prefix_cache")
-        paths = Paths(data, model_dir, output, cache)
+        cache = os.environ.get("HIDDEN_STATE_CACHE_DIR") or hidden_state_cache_dir or output / "hidden_state_cache"
+        paths = Paths(data, model_dir, output, Path(cache))
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(paths.output / "tensorboard"))
         status = train(resolved, stage, paths)
         leave_process_group()

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import Recipe, Stage
-from tailtune.train.hardware import Choice
+from tailtune.train.hardware import HardwarePlan
 
 SET_BY_TAILTUNE = {
     "output_dir": "the run's own directory is used",
@@ -50,7 +50,7 @@ def check_trainer_arguments(recipe: Recipe) -> None:
 
 
 def sft_config(
-    recipe: Recipe, stage: Stage, choice: Choice, *, output_dir: Path, num_train_rows: int, world_size: int
+    recipe: Recipe, stage: Stage, choice: HardwarePlan, *, output_dir: Path, num_train_rows: int, world_size: int
 ) -> Any:
     """The whole `SFTConfig` of a stage.
 
@@ -98,7 +98,7 @@ def sft_config(
     return _construct(stage, {**overridable, **trainer, **defaults}, trainer={})
 
 
-def num_steps(trainer: dict[str, Any], choice: Choice, num_train_rows: int, world_size: int) -> int:
+def num_steps(trainer: dict[str, Any], choice: HardwarePlan, num_train_rows: int, world_size: int) -> int:
     """Optimizer steps of a run, as Trainer counts them."""
     if int(trainer.get("max_steps", -1)) > 0:
         return int(trainer["max_steps"])

@@ -42,7 +42,7 @@ GENERIC = Profile("generic", r"", "bf16", 8)
 
 
 @dataclass(frozen=True)
-class Choice:
+class HardwarePlan:
     """What a run uses, and why where it is not the recipe's own word."""
 
     profile: str
@@ -79,7 +79,7 @@ def find_profile(device: str, wanted: str = "auto") -> Profile:
     return next((p for p in PROFILES if re.search(p.pattern, device)), GENERIC)
 
 
-def choose(hardware: Hardware, batch_size: int, accumulation_steps: int) -> Choice:
+def plan_hardware(hardware: Hardware, batch_size: int, accumulation_steps: int) -> HardwarePlan:
     """Profile, precision, attention and micro-batch for the device of this process."""
     device = device_name()
     profile = find_profile(device, hardware.profile)
@@ -94,7 +94,7 @@ def choose(hardware: Hardware, batch_size: int, accumulation_steps: int) -> Choi
         attention = "flash_attention_2" if flash else "sdpa"
     effective = batch_size * accumulation_steps
     micro = largest_divisor(effective, min(batch_size, profile.max_batch_size))
-    return Choice(profile.name, device, precision, attention, micro, effective // micro)
+    return HardwarePlan(profile.name, device, precision, attention, micro, effective // micro)
 
 
 def largest_divisor(number: int, limit: int) -> int:

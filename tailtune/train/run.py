@@ -38,7 +38,7 @@ from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, pea
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.tail.tokenized_rows import IGNORED
 from tailtune.train.tail.trainer import TailTrainer, attach
-from tailtune.train.weights import export_model, load_model, prepare_tail
+from tailtune.train.weights import export_model, freeze_all_but_last, load_model
 from tailtune.training_key import claim_checkpoints, training_key
 
 
@@ -49,7 +49,7 @@ class Paths:
     base_model: Path
     output: Path
     """Where `best_model/`, `checkpoints/` and the summaries go."""
-    prefix_cache: Path
+    hidden_state_cache: Path
     """Where the states of frozen layers are kept, for this run and others."""
 
     @property
@@ -57,7 +57,7 @@ class Paths:
         return self.output / "checkpoints"
 
 
-class WholeTrainer(Metered, SFTTrainer):
+class FullModelTrainer(Metered, SFTTrainer):
     """The whole model in every step. Its evaluation loss is per label, as the tail's is.
 
     Trainer's own is a mean over batches, in which several ranks count some rows twice to fill up the last ones: by it,
@@ -129,7 +129,7 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     train_rows, validation_rows = split_rows(
         pq.read_table(paths.data), recipe.data.split_by, recipe.data.validation_share, recipe.seed
     )
-    choice = hardware.choose(
+    choice = hardware.plan_hardware(
         recipe.hardware,
         int(stage.trainer["per_device_train_batch_size"]),
         int(stage.trainer.get("gradient_accumulation_steps", 1)),
@@ -155,14 +155,14 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     }
     model = load_model(paths.base_model, choice)
     facts["num_parameters"] = model.num_parameters()  # before untying adds the head's own copy
-    prepare_tail(model, stage)
+    freeze_all_but_last(model, stage)
     facts["num_trainable_parameters"] = model.num_parameters(only_trainable=True)
     facts["trainable_share"] = facts["num_trainable_parameters"] / facts["num_parameters"]
     facts["hardware"] = {**asdict(choice), "attention": model.config._attn_implementation}
 
     saver = MarkComplete(seconds_before=seconds_at(resume))
     callbacks = [stop, saver, *([LogLines()] if config.disable_tqdm else [])]
-    whole = WholeTrainer(
+    whole = FullModelTrainer(
         model=model,
         args=config,
         train_dataset=conversations(recipe, train_rows),
@@ -179,12 +179,12 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         whole,
         stage.tail,
         dtype=choice.dtype,
-        cache_dir=paths.prefix_cache,
+        cache_dir=paths.hidden_state_cache,
         base_model_sha256=key["base_model_sha256"],
         callbacks=callbacks,
         trainer_class=LastLayersTrainer,
     )
-    trainer: WholeTrainer | LastLayersTrainer = tail or whole
+    trainer: FullModelTrainer | LastLayersTrainer = tail or whole
     facts["tail_training"] = tail.facts if tail else None
     facts["hardware"] |= {
         name: getattr(trainer.args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -292,7 +292,7 @@ def count_truncated(
     return count
 
 
-def describe(choice: hardware.Choice, facts: dict[str, Any], max_length: int | None, *, scaled: bool) -> None:
+def describe(choice: hardware.HardwarePlan, facts: dict[str, Any], max_length: int | None, *, scaled: bool) -> None:
     """What is about to run, in two or three lines."""
     log.info("train: %s", choice.describe())
     log.info(

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import Stage
-from tailtune.train.hardware import Choice
+from tailtune.train.hardware import HardwarePlan
 
 
-def load_model(directory: Path, choice: Choice) -> PreTrainedModel:
+def load_model(directory: Path, choice: HardwarePlan) -> PreTrainedModel:
     """The base model in the compute precision. Raises UserError when the directory holds none."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -29,7 +29,7 @@ def load_model(directory: Path, choice: Choice) -> PreTrainedModel:
     return model
 
 
-def prepare_tail(model: PreTrainedModel, stage: Stage) -> None:
+def freeze_all_but_last(model: PreTrainedModel, stage: Stage) -> None:
     """Make the last layers and the head trainable, in place.
 
     The trainable parameters become fp32: in bf16 an update below 1/256 of a weight is lost. The

@@ -70,7 +70,7 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "runs/first"
     directory = tmp_path / "runs" / "first"
     lines = err.splitlines()
-    for step in ("resolve", "fetch", "parquet", "model", "train", "evaluate", "gate", "demo"):
+    for step in ("resolve", "fetch", "parquet", "model", "train", "evaluate", "gate", "report"):
         assert any(line.startswith(f"{step}: ") for line in lines), err
     assert len(lines) < 70 and not any("{" in line for line in lines), err  # no pages of JSON
     assert any(line.startswith("evaluate: answer loss") and "unigram floor" in line for line in lines)

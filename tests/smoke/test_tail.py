@@ -92,11 +92,11 @@ from tail_runs import dataset, new_model, new_rows
 from tailtune.train.tail import cache
 from tailtune.train.tail.rows import Rows
 from tailtune.train.tail.split import Split
-from tailtune.train.model import prepare_tail
+from tailtune.train.model import freeze_all_but_last
 
 cache.SHARD_TOKENS = {"cpu": 20}
 model = new_model("llama")
-prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))
+freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))
 data = dataset(new_rows(60))
 prefix = cache.Prefix(Split(model), Rows(data["input_ids"][:], data["labels"][:]))
 own_states, calls = prefix.own_states, itertools.count()

@@ -164,11 +164,11 @@ def resolve(recipe_json: Callable[[], str], **overrides: Any) -> Call:
 
 def train_layers(place: Place) -> None:
     from tailtune.train.hardware import choose
-    from tailtune.train.weights import load_model, prepare_tail
+    from tailtune.train.weights import freeze_all_but_last, load_model
 
     tiny = tiny_recipe()
     stage = tiny.stages[0].model_copy(update={"num_trainable_layers": 99})
-    prepare_tail(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), stage)
+    freeze_all_but_last(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), stage)
 
 
 def long_question(place: Place) -> None:

@@ -14,7 +14,7 @@ from launchers import MODULES, make_job
 
 from tailtune.jobs import pytorchjob
 from tailtune.jobs.job import job_name
-from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_they_pass_where_everything_is_right(tmp_path: Path, monkeypatch: pytest
             if run["display_name"].endswith("-cancelled"):
                 labels = {"tailtune.io/run": run["display_name"], "app.kubernetes.io/managed-by": "tailtune"}
                 job = make_job("long", name=job_name(run["display_name"], "sft"), labels=labels)
-                Jobs(Cluster(), pytorchjob).create(job)
+                Jobs(KubernetesClient(), pytorchjob).create(job)
 
         pipelines.on_run = start
         done = run_pytest("--cluster", TAILTUNE_ENDPOINT=pipelines.url, TAILTUNE_NAMESPACE=NAMESPACE,

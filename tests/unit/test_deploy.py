@@ -20,7 +20,7 @@ import tailtune
 from tailtune.jobs.job import Job
 from tailtune.jobs.pods import pod_template
 from tailtune.jobs.train_step import make_job
-from tailtune.recipe.schema import Cluster
+from tailtune.recipe.schema import ClusterNames
 from tailtune.run import Run
 
 Manifest = dict[str, Any]
@@ -274,7 +274,7 @@ def test_the_claims_are_those_of_the_recipes_and_several_nodes_may_write(
     manifests: list[Manifest], project: str
 ) -> None:
     claims = of_kind(manifests, "PersistentVolumeClaim")
-    expected = Cluster()
+    expected = ClusterNames()
     assert {c["metadata"]["name"] for c in claims} == {
         expected.data_claim, expected.models_claim, expected.workspace_claim,
     }  # fmt: skip

@@ -32,8 +32,8 @@ STEPS = {
     "exit-handler-1": {"resolve-recipe", "check-cluster", "fetch-dataset", "write-parquet", "condition-2"},
     "condition-2": {"fetch-model", "train-stage", "evaluate-model", "promotion-gate", "condition-branches-3"},
     "condition-branches-3": {"condition-4", "condition-5"},
-    "condition-4": {"make-demo"},
-    "condition-5": {"make-demo-2", "reject-model"},
+    "condition-4": {"write-report"},
+    "condition-5": {"write-report-2", "fail-if-rejected"},
 }
 """Group → its tasks."""
 
@@ -179,7 +179,7 @@ def test_the_steps_that_fetch_and_no_others_see_the_secrets_as_files(
 
 def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification: dict[str, Any]) -> None:
     executors = specification["deploymentSpec"]["executors"]
-    for name in ("exec-evaluate-model", "exec-make-demo", "exec-make-demo-2"):
+    for name in ("exec-evaluate-model", "exec-write-report", "exec-write-report-2"):
         assert executors[name]["container"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/gpu"
     assert "resources" not in executors["exec-train-stage"]["container"], "the step that waits needs no GPU"
     everything = {name: task for group in STEPS for name, task in tasks(specification, group).items()}

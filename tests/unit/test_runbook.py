@@ -31,9 +31,9 @@ from tailtune.gate import verdict_lines
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import job_name
 from tailtune.jobs.train_step import make_job
-from tailtune.log import MARK, log
+from tailtune.log import LINE_PREFIX, log
 from tailtune.recipe.load import PARAMETERS, load_recipe, parse_parameters, with_overrides
-from tailtune.recipe.schema import Cluster, Recipe
+from tailtune.recipe.schema import ClusterNames, Recipe
 from tailtune.run import Run
 from tailtune.train.arguments import check_trainer_arguments
 
@@ -299,7 +299,7 @@ def test_every_claim_object_container_and_project_is_ours(page: Path) -> None:
     text = "\n".join([*lines_of_code(page), *(block for _, block in code_blocks(page))])
     made = {document["metadata"]["name"] for path in DEPLOY.rglob("*.yaml") for document in documents(path)
             if "metadata" in document}  # fmt: skip
-    claims = {getattr(Cluster(), name) for name in Cluster.model_fields if name.endswith("_claim")}
+    claims = {getattr(ClusterNames(), name) for name in ClusterNames.model_fields if name.endswith("_claim")}
     assert set(re.findall(r"\b[a-z-]+-pvc\b", text)) <= claims <= made
     desk = yaml.safe_load(DESK.read_text())["metadata"]["name"]
     assert set(re.findall(r"(?<![\w/.])tailtune-[a-z]+", text)) <= made | {desk}
@@ -322,7 +322,7 @@ def test_the_desk_is_a_restricted_pod_on_the_same_volumes_and_image() -> None:
     assert container["image"] == images.TRAINER
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"]}
     mounted = {mount["mountPath"]: claims[mount["name"]] for mount in container["volumeMounts"]}
-    expected = Cluster()
+    expected = ClusterNames()
     assert mounted == {"/shared/data": expected.data_claim, "/shared/models": expected.models_claim,
                        "/shared/workspace": expected.workspace_claim}  # fmt: skip
     (policy,) = of_kind(documents(DEPLOY / "base" / "network-policy.yaml"), "NetworkPolicy")
@@ -382,7 +382,7 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         watched = run("--submit", "--watch", "--run-name", "first")
         scheduled = run("--schedule", "0 2 * * *", "--schedule-name", "nightly") | run("--list-schedules")
         assert run("--unschedule", "nightly") == {"schedule 'nightly' deleted"}
-    watched |= {f"{MARK}{message}" for message in caplog.messages}
+    watched |= {f"{LINE_PREFIX}{message}" for message in caplog.messages}
     assert {normal(line) for line in output_with("the run succeeded")} <= watched
     assert {normal(line) for line in output_with("nightly")} <= scheduled
     assert "survival N-HASH runs as first" in watched

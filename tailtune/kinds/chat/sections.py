@@ -25,7 +25,7 @@ def answer_questions(recipe: Recipe, base: Path, tuned: Path, directory: Path) -
         "recipe": recipe.model_dump(mode="json", include={"demo", "generation", "prompt"}),
     }
     if read_manifest(directory, key):
-        log.info("demo: answers are complete")
+        log.info("report: answers are complete")
     else:
         questions = recipe.demo.questions
         texts = {
@@ -39,7 +39,7 @@ def answer_questions(recipe: Recipe, base: Path, tuned: Path, directory: Path) -
         with publish(directory, key, {"num_questions": len(questions)}) as partial:
             write_json(partial / "answers.json", {"answers": rows, "generation": recipe.generation.model_dump()})
             write_text(partial / "answers.md", answers_markdown(rows))
-        log.info("demo: %d questions answered by base and tuned", len(questions))
+        log.info("report: %d questions answered by base and tuned", len(questions))
     return dict(read_json(directory / "answers.json"))
 
 

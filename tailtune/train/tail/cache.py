@@ -159,7 +159,7 @@ class Cache:
                 time.sleep(1)
             if not self._path(i).is_file():
                 raise UserError(f"{self._path(i)} was written by another rank and is not seen by this one; set "
-                                "--prefix-cache-dir to a directory that all ranks share")  # fmt: skip
+                                "--hidden-state-cache-dir to a directory that all ranks share")  # fmt: skip
             count = num_tokens * self.prefix.split.hidden_size
             states = torch.from_file(str(self._path(i)), shared=False, size=count, dtype=self.dtype)
             states = states.view(num_tokens, -1)
@@ -211,7 +211,7 @@ class Cache:
         except OSError as error:
             raise UserError(
                 f"the frozen layers' states cannot be written to {self.directory}: {error.strerror}; give "
-                "--prefix-cache-dir a directory with room, or set the stage's tail.cache to none"
+                "--hidden-state-cache-dir a directory with room, or set the stage's tail.cache to none"
             ) from None
 
 

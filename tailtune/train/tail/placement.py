@@ -10,7 +10,7 @@ from tailtune.errors import UserError
 from tailtune.manifest import free_bytes, on_one_volume
 
 Kind = Literal["gpu", "host", "disk", "none"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PLACEMENTS: tuple[Kind, ...] = get_args(Kind)
 """By how little memory they need: when ranks choose differently, all take the last one."""
 MIN_USES = 0.8
 """Uses of an average row, from which on it pays to store its states.

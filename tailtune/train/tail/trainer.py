@@ -24,7 +24,7 @@ from tailtune.train.tail.cache import Cache, Prefix, most_rows, tokens_at_once
 from tailtune.train.tail.check import check_difference, refuse_arguments, refuse_model
 from tailtune.train.tail.decoder import Split
 from tailtune.train.tail.module import Tail
-from tailtune.train.tail.placement import KINDS, place
+from tailtune.train.tail.placement import PLACEMENTS, place
 from tailtune.train.tail.tokenized_rows import Rows
 
 MAX_STEP_TOKENS = 16_384
@@ -165,7 +165,7 @@ def attach(
         ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun tells every rank
         device=prefix.device,
     )
-    kind, why = max(gather_object([choice]), key=lambda c: KINDS.index(c[0]))  # ranks may see other free memory
+    kind, why = max(gather_object([choice]), key=lambda c: PLACEMENTS.index(c[0]))  # ranks may see other free memory
     if kind == "none":
         say("tail: the frozen layers run in every step without gradient: %s", why)
     else:

@@ -21,7 +21,7 @@ from tailtune.jobs import kubernetes as api
 from tailtune.jobs import pytorchjob
 from tailtune.jobs.cleanup import cancel, collect_garbage
 from tailtune.jobs.job import JobFailed, job_name, label_value
-from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
 
 
@@ -242,7 +242,7 @@ def test_a_failed_job_of_an_earlier_attempt_is_replaced(server: Server, shown: C
 
 def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set, as in a pod; its token is not there, so the login is used")
-    there = Cluster()
+    there = KubernetesClient()
     jobs = Jobs(there, pytorchjob)
     for run_name, pod in (("one", "step-one"), ("two", "step-two")):
         monkeypatch.setenv("HOSTNAME", pod)
@@ -260,7 +260,7 @@ def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkey
 
 
 def test_the_last_step_of_a_run_deletes_its_own_jobs_alone(server: Server) -> None:
-    there = Cluster()
+    there = KubernetesClient()
     for name, pipeline_run in (("a", "one"), ("b", "another of the same name")):
         labels = {"tailtune.io/run": "mine", "tailtune.io/pipeline-run": label_value(pipeline_run)}
         job = make_job("long", name=f"job-{name}", labels={**labels, "app.kubernetes.io/managed-by": "tailtune"})
@@ -274,7 +274,7 @@ def test_the_last_step_of_a_run_deletes_its_own_jobs_alone(server: Server) -> No
 def test_an_account_that_may_not_look_does_not_see_nothing(server: Server) -> None:
     server.allowed = [one for one in server.allowed if one[1] != "kubeflow.org"]
     with pytest.raises(UserError, match="this account may not see training jobs in lyric-professor: 403"):
-        cancel(Cluster(), run="mine")
+        cancel(KubernetesClient(), run="mine")
 
 
 @pytest.mark.parametrize(("one", "other"), [("a" * 70, "a" * 71), ("a", "a_"), ("a b", "a-b"), ("A/B", "A-B")])

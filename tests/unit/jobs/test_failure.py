@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tailtune.jobs.failure import NUM_SHOWN_LINES, classify, explain
-from tailtune.jobs.logs import Once, parse_stamp
+from tailtune.jobs.logs import LineDeduplicator, parse_stamp
 from tailtune.jobs.pods import failures, why_pending
 
 
@@ -124,7 +124,7 @@ def test_why_a_pod_waits(status: dict[str, Any], expected: tuple[str, str] | Non
 
 
 def test_a_log_that_is_read_again_passes_what_is_new() -> None:
-    once = Once()
+    once = LineDeduplicator()
     lines = ["2026-01-01T00:00:00.5Z a", "2026-01-01T00:00:00.5Z b", "2026-01-01T00:00:00.123456789Z early",
              "2026-01-01T00:00:01Z c"]  # fmt: skip
     assert [once(line) for line in lines] == ["a", "b", "early", "c"]

@@ -22,7 +22,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[JobFailed]:
         raise errors.pop(0)
 
     monkeypatch.setattr(follow, "run_job", run_job)
-    monkeypatch.setattr(kubernetes, "Cluster", object)
+    monkeypatch.setattr(kubernetes, "KubernetesClient", object)
     return errors
 
 

@@ -15,7 +15,7 @@ from operators import first_lost
 
 from tailtune.jobs import progress, trainjob
 from tailtune.jobs.job import JobFailed
-from tailtune.jobs.kubernetes import Cluster
+from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import choose_kind
 
 
@@ -152,7 +152,7 @@ def test_the_cluster_says_which_fields_its_version_knows(trainer: Server, shown:
     fields = trainer.trainer.fields
     fields -= {"runtimePatches", "activeDeadlineSeconds"}
     fields |= {"podTemplateOverrides"}
-    jobs, _ = choose_kind(Cluster(), "auto")
+    jobs, _ = choose_kind(KubernetesClient(), "auto")
     assert set(jobs.spec_fields) == fields
     run(make_job("lines", num_nodes=1))
     (job,) = trainer.jobs.values()
@@ -170,7 +170,7 @@ def test_what_is_missing_for_a_trainjob_is_named(trainer: Server) -> None:
 
 
 def test_trainjob_only_where_it_is_wanted_or_alone(server: Server) -> None:
-    there = Cluster()
+    there = KubernetesClient()
     with pytest.raises(ValueError, match="TrainJob does not exist here"):
         choose_kind(there, "trainjob")
     server.install_trainer()

@@ -21,7 +21,7 @@ from tailtune.train.callbacks import peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import choose, find_profile, largest_divisor
 from tailtune.train.run import count_truncated
-from tailtune.train.weights import decoder_layers, export_model, prepare_tail
+from tailtune.train.weights import decoder_layers, export_model, freeze_all_but_last
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -40,7 +40,7 @@ def stage(**overrides: object) -> object:
 @pytest.mark.parametrize("model_type", ["smollm3", "llama", "gpt_neox", "qwen3"])
 def test_only_the_last_layers_and_the_untied_head_train(model_type: str) -> None:
     model = new_model(model_type, tie_word_embeddings=True)
-    prepare_tail(model, stage())
+    freeze_all_but_last(model, stage())
     model(input_ids=torch.randint(0, 64, (2, 8)), labels=torch.randint(0, 64, (2, 8))).loss.backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -54,7 +54,7 @@ def test_only_the_last_layers_and_the_untied_head_train(model_type: str) -> None
 def test_the_backward_stops_where_training_stops() -> None:
     """With a tied head it would walk through every frozen layer to the embedding."""
     model = new_model("smollm3", tie_word_embeddings=True)
-    prepare_tail(model, stage())
+    freeze_all_but_last(model, stage())
     entered: list[bool] = []
     decoder_layers(model)[2].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].requires_grad))
     model(input_ids=torch.randint(0, 64, (2, 8)))
@@ -63,7 +63,7 @@ def test_the_backward_stops_where_training_stops() -> None:
 
 def test_bf16_keeps_fp32_master_weights_where_it_trains_only(tmp_path: Path) -> None:
     model = new_model("smollm3").to(torch.bfloat16)
-    prepare_tail(model, stage())
+    freeze_all_but_last(model, stage())
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     export_model(model, tmp_path, torch.bfloat16)
@@ -80,7 +80,7 @@ def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
         model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
         total = model.num_parameters()
-        prepare_tail(model, stage())
+        freeze_all_but_last(model, stage())
     trainable = model.num_parameters(only_trainable=True)
     assert total == pytest.approx(3.075e9, rel=1e-3)
     assert trainable == pytest.approx(418.9e6, rel=1e-3)
@@ -89,7 +89,7 @@ def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
 
 def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(UserError, match="num_trainable_layers is 9, but the model has 4 layers; lower it"):
-        prepare_tail(new_model("llama"), stage().model_copy(update={"num_trainable_layers": 9}))
+        freeze_all_but_last(new_model("llama"), stage().model_copy(update={"num_trainable_layers": 9}))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tailtune.errors import UserError
 from tailtune.train.tail import cache
 from tailtune.train.tail.cache import Cache, Prefix, cut_into_shards
 from tailtune.train.tail.decoder import Split
-from tailtune.train.weights import prepare_tail
+from tailtune.train.weights import freeze_all_but_last
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def make_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def make(dtype: torch.dtype = torch.float32, **key: Any) -> Cache:
         model = new_model("llama", dtype)
-        prepare_tail(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+        freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
         return Cache(tmp_path / "cache", {"model": "a", **key}, Prefix(Split(model), tail_rows(shared=0.7)), dtype)
 
     return make
@@ -90,7 +90,7 @@ def test_another_ranks_shard_may_appear_late(make_cache: Callable[..., Cache], m
     one.load("disk")
     shard.unlink()
     monkeypatch.setattr(cache, "SECONDS_TO_APPEAR", 0.0)
-    with pytest.raises(UserError, match="written by another rank and is not seen by this one; set --prefix-cache-dir"):
+    with pytest.raises(UserError, match=r"written by another rank .* set --hidden-state-cache-dir"):
         make_cache().load("disk")
 
 
@@ -129,7 +129,7 @@ def test_a_volume_that_cannot_be_written_is_named(
     else:
         full.root.write_text("a file in the directory's place")
     with pytest.raises(
-        UserError, match=r"states cannot be written to .*; give --prefix-cache-dir a directory with room"
+        UserError, match=r"states cannot be written to .*; give --hidden-state-cache-dir a directory with room"
     ):
         full.fill()
     assert not list(full.root.glob("*/*.partial"))

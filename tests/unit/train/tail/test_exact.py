@@ -7,7 +7,7 @@ import pytest
 import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, furthest, new_rows, prepare, relative, train, train_whole
 
-from tailtune.train.run import WholeTrainer
+from tailtune.train.run import FullModelTrainer
 
 SETTINGS = [(loss, shared, accumulation, dtype) for loss, shared, accumulation, dtype in itertools.product(
     ("answer", "all"), (1.0, 0.6, 0.0), (1, 4), ("float32", "float64"))]  # fmt: skip
@@ -167,7 +167,7 @@ def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Pa
     """So that both call the same checkpoint the best one; a mean over batches is another number."""
     case = Case("smollm3", arguments=(("per_device_eval_batch_size", 2),))
     by_batch = prepare(case, tmp_path, [])[1].evaluate()["eval_loss"]
-    _, plain = prepare(case, tmp_path, [], WholeTrainer)
+    _, plain = prepare(case, tmp_path, [], FullModelTrainer)
     whole = plain.evaluate()["eval_loss"]
     tail = attach_tail(plain, tmp_path, []).evaluate()["eval_loss"]
     assert tail == pytest.approx(whole, rel=1e-6)
@@ -177,7 +177,7 @@ def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Pa
 def test_a_batch_that_only_fills_up_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several ranks the last of them may get no row of its own, of which label smoothing makes 0 / 0."""
     smoothing = (("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 3))
-    _, plain = prepare(Case("llama", arguments=smoothing), tmp_path, [], WholeTrainer)
+    _, plain = prepare(Case("llama", arguments=smoothing), tmp_path, [], FullModelTrainer)
     alone = plain.evaluate()["eval_loss"]  # nine rows in three batches
     monkeypatch.setattr(type(plain.args), "world_size", 2)  # as many rows as for two ranks, here on one
     dataloader = plain.get_eval_dataloader()

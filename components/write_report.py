@@ -7,16 +7,16 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.TRAINER, install_kfp_package=False)
-def make_demo(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
+def write_report(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
     """Return the path of the report, which is an artifact too."""
     import shutil
     from pathlib import Path
 
     from tailtune.log import step
-    from tailtune.report.collect import make_demo
+    from tailtune.report.collect import write_report
     from tailtune.run import Run
 
-    with step("demo"):
-        path = make_demo(Run.from_json(run), Path(base_model_dir), Path(tuned_model_dir))
+    with step("report"):
+        path = write_report(Run.from_json(run), Path(base_model_dir), Path(tuned_model_dir))
         shutil.copyfile(path, report.path)
         return str(path)

@@ -6,7 +6,7 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def reject_model(run: str, report: str) -> None:
+def fail_if_rejected(run: str, report: str) -> None:
     """Fail, after the report has been written."""
     from tailtune.gate import raise_verdict
     from tailtune.log import step
