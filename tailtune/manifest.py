@@ -102,6 +102,13 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
     return manifest
 
 
+def content_sha256(directory: Path, name: str) -> str:
+    """SHA-256 of a file in a published directory: read from its manifest, or computed where there is none."""
+    manifest = read_manifest(directory)
+    entry = manifest["files"].get(name) if manifest else None
+    return str(entry["sha256"]) if entry else sha256_file(directory / name)
+
+
 def directory_identity(directory: Path) -> str:
     """SHA-256 that changes when a directory's content does: of its manifest, or of every file."""
     if read_manifest(directory):

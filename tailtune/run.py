@@ -9,6 +9,8 @@ from tailtune.config import Config
 from tailtune.errors import UserError
 from tailtune.recipe.schema import Recipe
 
+DATA_FILE = "data.parquet"
+"""Name of the file that the parquet step publishes: all rows, split when read."""
 RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 """A run's name is a directory's name."""
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.manifest import RESULTS_VERSION, directory_identity, read_json, read_manifest, sha256_file, write_json
+from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity, read_json, write_json
 from tailtune.recipe.schema import Recipe
+from tailtune.run import DATA_FILE
 
 
 def training_key(recipe: Recipe, data_dir: Path, model_dir: Path) -> dict[str, Any]:
@@ -15,12 +16,10 @@ def training_key(recipe: Recipe, data_dir: Path, model_dir: Path) -> dict[str, A
     Launcher and ranks compute the same key: it decides whether a model is finished and whether a
     checkpoint may be resumed from.
     """
-    data = read_manifest(data_dir)
-    known = data["files"].get("data.parquet") if data else None
     return {
         "version": RESULTS_VERSION,
         "settings": training_settings(recipe),
-        "data_sha256": known["sha256"] if known else sha256_file(data_dir / "data.parquet"),
+        "data_sha256": content_sha256(data_dir, DATA_FILE),
         "base_model_sha256": directory_identity(model_dir),
     }
 

@@ -5,11 +5,19 @@ or reordered, and validation answers stay comparable between data revisions.
 """
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tailtune.errors import UserError
+from tailtune.recipe.schema import Recipe
+
+
+def read_split(recipe: Recipe, path: Path) -> tuple[pa.Table, pa.Table]:
+    """Return (train, validation) of a Parquet file, split as the recipe says. Raises UserError."""
+    return split_rows(pq.read_table(path), recipe.data.split_by, recipe.data.validation_share, recipe.seed)
 
 
 def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> tuple[pa.Table, pa.Table]:

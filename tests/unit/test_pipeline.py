@@ -57,8 +57,8 @@ def specification(compiled: str) -> dict[str, Any]:
 @pytest.fixture
 def compiled_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """compiled/ in a directory that a test may change."""
-    monkeypatch.setattr(pipeline, "ROOT", tmp_path)
-    monkeypatch.setattr(pipeline, "COMPILED", tmp_path / "compiled")
+    monkeypatch.setattr(pipeline_cli, "ROOT", tmp_path)
+    monkeypatch.setattr(pipeline_cli, "COMPILED", tmp_path / "compiled")
     return shutil.copytree(ROOT / "compiled", tmp_path / "compiled")
 
 
