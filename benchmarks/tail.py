@@ -93,7 +93,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from tailtune.recipe.schema import TailSettings
     from tailtune.train.run import conversations
     from tailtune.train.tail.trainer import TailTrainer, attach
-    from tailtune.train.weights import freeze_all_but_last
+    from tailtune.train.weights import select_trainable
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -111,10 +111,10 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, device_map="cuda" if cuda else None)
     if spec.get("tied"):  # the earlier system: the last layers and the head, which is the input embedding too
         model.requires_grad_(False)
-        for part in (*model.model.layers[-stage.num_trainable_layers :], model.lm_head):
+        for part in (*model.model.layers[-stage.train_weights.last_layers :], model.lm_head):
             part.requires_grad_(True)
     else:
-        freeze_all_but_last(model, stage)
+        select_trainable(model, stage.train_weights)
     args = SFTConfig(
         output_dir=str(folder / "steps"), max_steps=spec["steps"] + spec.get("warmup", 2), report_to=[],
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulation, learning_rate=5e-5,
@@ -344,7 +344,7 @@ def scaling(folder: Path, results: dict[str, Any]) -> None:
     )
     sweeps: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         "rows": [(n, {"times_rows": n}) for n in (1, 4, 16)],
-        "trainable layers": [(n, {"recipe": {"stages.0.num_trainable_layers": n}}) for n in (1, 2, 4, 8)],
+        "trainable layers": [(n, {"recipe": {"stages.0.train_weights.last_layers": n}}) for n in (1, 2, 4, 8)],
         "prompt share": [(n, {"recipe": {"prompt.system": (prompt * 20)[:n]}}) for n in (1, 150, 500, 1100, 2800)],
     }
     results["scaling"] = {}

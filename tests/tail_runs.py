@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,10 +21,10 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from tailtune.recipe.schema import TailSettings
+from tailtune.recipe.schema import LastLayers, TailSettings
 from tailtune.train.tail.tokenized_rows import Rows
 from tailtune.train.tail.trainer import TailTrainer, attach
-from tailtune.train.weights import freeze_all_but_last
+from tailtune.train.weights import select_trainable
 
 VOCABULARY = 96
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -163,7 +162,7 @@ def prepare(
     """The model with its last layers and head trainable, and TRL's trainer of the whole model."""
     dtype = getattr(torch, case.dtype)
     model = new_model(case.architecture, dtype, **dict(case.overrides))
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=case.num_layers, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=case.num_layers))
     if dtype is torch.float64:
         model.double()
     arguments = {

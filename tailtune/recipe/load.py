@@ -9,7 +9,7 @@ variables of the training container. Every override is a dotted key, for example
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
-from tailtune.recipe.schema import Recipe
+from tailtune.recipe.schema import RENAMED, Recipe
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -196,6 +196,8 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             index: Any = int(part)
         elif isinstance(at, dict):
             free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local", "environment", "node_selector")
+            if part in RENAMED and part not in at:
+                raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
             if part not in at and not (free and last):
                 known = [f"{prefix}.{name}" if prefix else name for name in at]
                 known += list(PARAMETERS) if depth == 0 else []
@@ -223,10 +225,11 @@ def _validate(raw: dict[str, Any], source: str) -> Recipe:
 
 def _describe(problem: Any) -> str:
     """One of pydantic's errors: the field, what is wrong, and the remedy."""
-    field = ".".join(str(part) for part in problem["loc"]) or "recipe"
+    key = [part for part in problem["loc"] if not str(part).startswith("<")]  # without the tags of a union
+    field = ".".join(map(str, key)) or "recipe"
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(problem["loc"][:-1])
-        return f"{field}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}; known: {', '.join(known)}"
+        known = _fields_at(key[:-1])
+        return f"{field}: unknown key{did_you_mean(str(key[-1]), known)}; known: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"{field}: is missing; add it"
     detail = problem["msg"].removeprefix("Value error, ")
@@ -234,16 +237,22 @@ def _describe(problem: Any) -> str:
     return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {given!r})")
 
 
-def _fields_at(location: tuple[Any, ...]) -> list[str]:
+def _fields_at(location: Sequence[Any]) -> list[str]:
     """Field names of the configuration class at a location of the recipe."""
     kind: Any = Recipe
     for part in location:
         if isinstance(part, int):
             continue
-        annotation = kind.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        kind = next(c for c in candidates if isinstance(c, type) and issubclass(c, Config))
+        kind = next(_config_classes(kind.model_fields[part].annotation))
     return list(kind.model_fields)
+
+
+def _config_classes(annotation: Any) -> Iterator[type[Config]]:
+    """The configuration classes in a type, for example `Stage` in `list[Stage]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _config_classes(argument)
 
 
 def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tailtune.config import Config, template_fields
 from tailtune.errors import did_you_mean
@@ -113,13 +113,40 @@ class TailSettings(Config):
         return self
 
 
+class LastLayers(Config):
+    """Train the last layers and the head; everything below them is frozen."""
+
+    last_layers: Annotated[int, Field(ge=0)]
+    """How many decoder layers train, counted from the last one."""
+    head: bool = True
+    """Whether the language-modelling head trains, untied from the input embedding."""
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> "LastLayers":
+        if self.last_layers == 0 and not self.head:
+            raise ValueError("last_layers is 0 and head is false, so nothing would train")
+        return self
+
+
+TrainWeights = Annotated[
+    Annotated[LastLayers, Tag("<last_layers>")] | Annotated[Literal["all"], Tag("<all>")],
+    Discriminator(lambda value: "<all>" if isinstance(value, str) else "<last_layers>"),
+]
+"""The tags, in angle brackets, are no part of a key: messages leave them out."""
+
+RENAMED = {
+    "num_trainable_layers": "train_weights.last_layers",
+    "train_head": "train_weights.head",
+}
+"""Former key of a stage → its present name, for the message that refuses an old recipe."""
+
+
 class Stage(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
-    kind: Literal["sft"]
-    num_trainable_layers: Annotated[int, Field(ge=0)]
-    """The last layers that train; everything below them is frozen."""
-    train_head: bool = True
-    """Whether the language-modelling head trains, untied from the input embedding."""
+    kind: Literal["chat"]
+    """What is learned: `chat`, answers to questions."""
+    train_weights: TrainWeights
+    """Which weights train: `{last_layers: 2, head: true}`, or `all`, embeddings and norms included."""
     loss: Literal["answer", "all"] = "answer"
     """Positions that carry a label: the answer's tokens, or all."""
     tail: TailSettings = TailSettings()
@@ -141,11 +168,15 @@ class Stage(Config):
                 raise ValueError(f"trainer.{name} must be a finite number above 0, found {value!r}")
         return self
 
-    @model_validator(mode="after")
-    def _something_trains(self) -> "Stage":
-        if self.num_trainable_layers == 0 and not self.train_head:
-            raise ValueError("num_trainable_layers is 0 and train_head is false, so nothing would train")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_former_keys(cls, raw: Any) -> Any:
+        if isinstance(raw, dict):
+            for key in raw.keys() & RENAMED.keys():
+                raise ValueError(f"{key} is now {RENAMED[key]}; rename it")
+            if raw.get("kind") == "sft":
+                raise ValueError("kind 'sft' is now 'chat'; rename it")
+        return raw
 
 
 class GateRule(Config):
@@ -237,8 +268,9 @@ class Recipe(Config):
     def _small_model_has_the_layers(self) -> "Recipe":
         small = self.model.small if self.model.base_model == "small" else None
         for i, stage in enumerate(self.stages):
-            if small and stage.num_trainable_layers > small.num_layers:
-                asked = f"stages.{i}.num_trainable_layers is {stage.num_trainable_layers}"
+            wanted = stage.train_weights
+            if small and isinstance(wanted, LastLayers) and wanted.last_layers > small.num_layers:
+                asked = f"stages.{i}.train_weights.last_layers is {wanted.last_layers}"
                 raise ValueError(f"{asked}, but model.small has {small.num_layers} layers; lower it")
         return self
 

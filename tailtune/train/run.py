@@ -38,7 +38,7 @@ from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, pea
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.tail.tokenized_rows import IGNORED
 from tailtune.train.tail.trainer import TailTrainer, attach
-from tailtune.train.weights import export_model, freeze_all_but_last, load_model
+from tailtune.train.weights import export_model, load_model, select_trainable
 from tailtune.training_key import claim_checkpoints, training_key
 
 
@@ -155,7 +155,7 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
     }
     model = load_model(paths.base_model, choice)
     facts["num_parameters"] = model.num_parameters()  # before untying adds the head's own copy
-    freeze_all_but_last(model, stage)
+    select_trainable(model, stage.train_weights)
     facts["num_trainable_parameters"] = model.num_parameters(only_trainable=True)
     facts["trainable_share"] = facts["num_trainable_parameters"] / facts["num_parameters"]
     facts["hardware"] = {**asdict(choice), "attention": model.config._attn_implementation}

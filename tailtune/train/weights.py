@@ -1,13 +1,14 @@
 """The model as it trains: head untied, everything below the last layers frozen, master weights in fp32."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailtune.errors import UserError
-from tailtune.recipe.schema import Stage
+from tailtune.recipe.schema import LastLayers
 from tailtune.train.hardware import HardwarePlan
 
 
@@ -29,23 +30,27 @@ def load_model(directory: Path, choice: HardwarePlan) -> PreTrainedModel:
     return model
 
 
-def freeze_all_but_last(model: PreTrainedModel, stage: Stage) -> None:
-    """Make the last layers and the head trainable, in place.
+def select_trainable(model: PreTrainedModel, train_weights: LastLayers | Literal["all"]) -> None:
+    """Make the chosen weights trainable and freeze the others, in place.
 
-    The trainable parameters become fp32: in bf16 an update below 1/256 of a weight is lost. The
-    frozen ones keep the compute precision.
+    Trainable parameters become fp32: in bf16 an update below 1/256 of a weight is lost. Frozen ones keep the compute
+    precision. `all` includes embeddings and norms, and leaves a tied head tied. Raises UserError when the model has
+    fewer layers than `last_layers`.
     """
-    layers = decoder_layers(model)
-    if stage.num_trainable_layers > len(layers):
-        raise UserError(
-            f"num_trainable_layers is {stage.num_trainable_layers}, but the model has {len(layers)} layers; lower it"
-        )
-    model.requires_grad_(False)
-    if stage.train_head:
-        untie_head(model)
-        model.get_output_embeddings().requires_grad_(True)
-    for layer in layers[len(layers) - stage.num_trainable_layers :]:
-        layer.requires_grad_(True)
+    if train_weights == "all":
+        model.requires_grad_(True)
+    else:
+        layers, wanted = decoder_layers(model), train_weights.last_layers
+        if wanted > len(layers):
+            raise UserError(
+                f"train_weights.last_layers is {wanted}, but the model has {len(layers)} layers", "lower it"
+            )
+        model.requires_grad_(False)
+        if train_weights.head:
+            untie_head(model)
+            model.get_output_embeddings().requires_grad_(True)
+        for layer in layers[len(layers) - wanted :]:
+            layer.requires_grad_(True)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -87,16 +87,16 @@ def test_a_run_killed_while_it_fills_goes_on_where_it_stopped(prepared: Path, tm
 FILL = """
 import itertools, json, os, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from tail_runs import dataset, new_model, new_rows
 from tailtune.train.tail import cache
-from tailtune.train.tail.rows import Rows
-from tailtune.train.tail.split import Split
-from tailtune.train.model import freeze_all_but_last
+from tailtune.train.tail.tokenized_rows import Rows
+from tailtune.train.tail.decoder import Split
+from tailtune.recipe.schema import LastLayers
+from tailtune.train.weights import select_trainable
 
 cache.SHARD_TOKENS = {"cpu": 20}
 model = new_model("llama")
-freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))
+select_trainable(model, LastLayers(last_layers=2))
 data = dataset(new_rows(60))
 prefix = cache.Prefix(Split(model), Rows(data["input_ids"][:], data["labels"][:]))
 own_states, calls = prefix.own_states, itertools.count()

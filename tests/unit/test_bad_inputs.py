@@ -163,12 +163,14 @@ def resolve(recipe_json: Callable[[], str], **overrides: Any) -> Call:
 
 
 def train_layers(place: Place) -> None:
-    from tailtune.train.hardware import choose
-    from tailtune.train.weights import freeze_all_but_last, load_model
+    from tailtune.recipe.schema import LastLayers
+    from tailtune.train.hardware import plan_hardware
+    from tailtune.train.weights import load_model, select_trainable
 
     tiny = tiny_recipe()
-    stage = tiny.stages[0].model_copy(update={"num_trainable_layers": 99})
-    freeze_all_but_last(load_model(place.prepared / "base", choose(tiny.hardware, 2, 1)), stage)
+    select_trainable(
+        load_model(place.prepared / "base", plan_hardware(tiny.hardware, 2, 1)), LastLayers(last_layers=99)
+    )
 
 
 def long_question(place: Place) -> None:
@@ -294,13 +296,13 @@ FILES: list[Row] = [
     ("architecture is not causal", base_model("small", **{"model.small.model_type": "t5"}), 1,
      "model.small.model_type 't5' is no causal architecture of Transformers"),
     ("more layers than the model has", in_step(train_layers), 1,
-     "num_trainable_layers is 99, but the model has 3 layers; lower it"),
+     "train_weights.last_layers is 99, but the model has 3 layers; lower it"),
 ]  # fmt: skip
 
 RECIPES: list[Row] = [
     ("more layers than the small model has",
-     pipeline_py("--local", "--dry-run", "-p", "stages.0.num_trainable_layers=99"), 2,
-     "stages.0.num_trainable_layers is 99, but model.small has 4 layers; lower it"),
+     pipeline_py("--local", "--dry-run", "-p", "stages.0.train_weights.last_layers=99"), 2,
+     "stages.0.train_weights.last_layers is 99, but model.small has 4 layers; lower it"),
     ("base model is no directory", pipeline_py("--local", "--dry-run", "-p", "base_model=./nowhere"), 2,
      "error: base model ./nowhere is no directory; give -p base_model= a directory, OWNER/NAME, or small"),
     ("unknown name", pipeline_py("--dry-run", "--recipe", "survivl"), 2,
@@ -323,8 +325,8 @@ RECIPES: list[Row] = [
      "recipe TMP/own.yaml: sead: unknown key, did you mean 'seed'?; known: name, description, seed, model"),
     ("unknown nested key", recipe("validation_share", "validation_shar"), 2,
      "data.validation_shar: unknown key, did you mean 'validation_share'?"),
-    ("unknown key of a stage", recipe("train_head", "train_haed"), 2,
-     "stages.0.train_haed: unknown key, did you mean 'train_head'?"),
+    ("unknown key of a stage", recipe("scale_learning_rate", "scale_learnign_rate"), 2,
+     "stages.0.scale_learnign_rate: unknown key, did you mean 'scale_learning_rate'?"),
     ("missing key", recipe("name: survival\n", ""), 2, "recipe TMP/own.yaml: name: is missing; add it"),
     ("wrong type", recipe("seed: 42", "seed: many"), 2, "seed: Input should be a valid integer"),
     ("two problems", recipe("seed: 42", "seed: many\nsead: 1"), 2, "local; seed: Input should be a valid integer"),
@@ -377,10 +379,11 @@ RECIPES: list[Row] = [
      "stages.0: trainer.learning_rate must be a finite number above 0, found -5e-05"),
     ("length of nothing", recipe("max_length: 1024", "max_length: 0"), 2,
      "stages.0.trainer.max_length is 0; give a finite number above 0"),
-    ("nothing trains", flag("stages.0={name: sft, kind: sft, num_trainable_layers: 0, train_head: false, trainer: "
+    ("nothing trains", flag("stages.0={name: sft, kind: chat, train_weights: {last_layers: 0, head: false}, trainer: "
                             "{num_train_epochs: 1, per_device_train_batch_size: 1, learning_rate: 1}}"), 2,
-     "num_trainable_layers is 0 and train_head is false, so nothing would train"),
-    ("unknown kind of stage", recipe("kind: sft", "kind: dpo"), 2, "stages.0.kind: Input should be 'sft' (got 'dpo')"),
+     "last_layers is 0 and head is false, so nothing would train"),
+    ("unknown kind of stage", recipe("kind: chat", "kind: dpo"), 2,
+     "stages.0.kind: Input should be 'chat' (got 'dpo')"),
     ("unknown hardware profile", recipe("resources:\n", "hardware: {profile: B200}\nresources:\n"), 2,
      "error: hardware.profile 'B200' is not known; use auto or one of T4, L4, A40"),
     ("small without a description", flag("base_model=small", "model.small=null"), 2,

@@ -231,7 +231,7 @@ def dry_run(*arguments: str) -> dict[str, Any]:
         ("learning_rate=3e-4", "stages.0.trainer.learning_rate", 0.0003),
         ("stages.0.trainer.warmup_steps=10", "stages.0.trainer.warmup_steps", 10),
         ("stages.0.trainer.weight_decay=0.1", "stages.0.trainer.weight_decay", 0.1),
-        ("stages.0.train_head=false", "stages.0.train_head", False),
+        ("stages.0.train_weights.head=false", "stages.0.train_weights.head", False),
         ("data.max_rows=100", "data.max_rows", 100),
         ("data.sha256=null", "data.sha256", None),
         ("demo.questions=['How?', 'Why?']", "demo.questions", ["How?", "Why?"]),

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
-from tailtune.recipe.schema import Hardware
+from tailtune.recipe.schema import Hardware, LastLayers
 from tailtune.train import hardware
 from tailtune.train.arguments import num_steps, sft_config
 from tailtune.train.callbacks import peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
-from tailtune.train.hardware import choose, find_profile, largest_divisor
+from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
 from tailtune.train.run import count_truncated
-from tailtune.train.weights import decoder_layers, export_model, freeze_all_but_last
+from tailtune.train.weights import decoder_layers, export_model, select_trainable
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -40,7 +40,7 @@ def stage(**overrides: object) -> object:
 @pytest.mark.parametrize("model_type", ["smollm3", "llama", "gpt_neox", "qwen3"])
 def test_only_the_last_layers_and_the_untied_head_train(model_type: str) -> None:
     model = new_model(model_type, tie_word_embeddings=True)
-    freeze_all_but_last(model, stage())
+    select_trainable(model, stage().train_weights)
     model(input_ids=torch.randint(0, 64, (2, 8)), labels=torch.randint(0, 64, (2, 8))).loss.backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -54,7 +54,7 @@ def test_only_the_last_layers_and_the_untied_head_train(model_type: str) -> None
 def test_the_backward_stops_where_training_stops() -> None:
     """With a tied head it would walk through every frozen layer to the embedding."""
     model = new_model("smollm3", tie_word_embeddings=True)
-    freeze_all_but_last(model, stage())
+    select_trainable(model, stage().train_weights)
     entered: list[bool] = []
     decoder_layers(model)[2].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].requires_grad))
     model(input_ids=torch.randint(0, 64, (2, 8)))
@@ -63,7 +63,7 @@ def test_the_backward_stops_where_training_stops() -> None:
 
 def test_bf16_keeps_fp32_master_weights_where_it_trains_only(tmp_path: Path) -> None:
     model = new_model("smollm3").to(torch.bfloat16)
-    freeze_all_but_last(model, stage())
+    select_trainable(model, stage().train_weights)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     export_model(model, tmp_path, torch.bfloat16)
@@ -80,7 +80,7 @@ def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
         model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
         total = model.num_parameters()
-        freeze_all_but_last(model, stage())
+        select_trainable(model, stage().train_weights)
     trainable = model.num_parameters(only_trainable=True)
     assert total == pytest.approx(3.075e9, rel=1e-3)
     assert trainable == pytest.approx(418.9e6, rel=1e-3)
@@ -88,8 +88,8 @@ def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
 
 
 def test_more_layers_than_there_are_is_refused() -> None:
-    with pytest.raises(UserError, match="num_trainable_layers is 9, but the model has 4 layers; lower it"):
-        freeze_all_but_last(new_model("llama"), stage().model_copy(update={"num_trainable_layers": 9}))
+    with pytest.raises(UserError, match=r"train_weights.last_layers is 9, but the model has 4 layers; lower it"):
+        select_trainable(new_model("llama"), LastLayers(last_layers=9))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_profile_can_be_named_and_an_unknown_one_lists_all() -> None:
 def test_the_effective_batch_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "device_name", lambda: "cpu")
     for batch, accumulation in [(8, 2), (24, 1), (7, 3), (64, 2), (100, 1)]:
-        choice = choose(Hardware(profile="L4"), batch, accumulation)
+        choice = plan_hardware(Hardware(profile="L4"), batch, accumulation)
         assert choice.per_device_train_batch_size * choice.gradient_accumulation_steps == batch * accumulation
         assert choice.per_device_train_batch_size <= 8
     assert largest_divisor(17, 8) == 1
@@ -120,15 +120,15 @@ def test_the_effective_batch_never_changes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_fp16_on_a_cpu_is_reported_as_what_it_is() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    assert choose(Hardware(precision="fp16"), 8, 1).precision == "fp32"
-    assert choose(Hardware(), 8, 1).describe() == "cpu (profile CPU), fp32, sdpa, batch 8 x 1 per rank"
+    assert plan_hardware(Hardware(precision="fp16"), 8, 1).precision == "fp32"
+    assert plan_hardware(Hardware(), 8, 1).describe() == "cpu (profile CPU), fp32, sdpa, batch 8 x 1 per rank"
 
 
 @pytest.mark.parametrize(("num_rows", "epochs"), [(5, 1), (40, 3), (2845, 4)])
 def test_intervals_fit_the_length_of_the_run(num_rows: int, epochs: int, tmp_path: Path) -> None:
-    """An interval longer than the run would leave "best model" nothing to choose from."""
+    """An interval longer than the run would leave "best model" nothing to plan_hardware from."""
     recipe = tiny_recipe(epochs=epochs)
-    choice = choose(recipe.hardware, 2, 1)
+    choice = plan_hardware(recipe.hardware, 2, 1)
     config = sft_config(recipe, recipe.stages[0], choice, output_dir=tmp_path, num_train_rows=num_rows, world_size=2)
     steps = num_steps(recipe.stages[0].trainer, choice, num_rows, 2)
     assert 1 <= config.save_steps == config.eval_steps <= max(1, steps // 2)
@@ -139,7 +139,7 @@ def test_intervals_fit_the_length_of_the_run(num_rows: int, epochs: int, tmp_pat
 
 def test_the_recipe_may_name_its_own_intervals(tmp_path: Path) -> None:
     recipe = tiny_recipe(**{"stages.0.trainer.eval_steps": 7, "stages.0.trainer.save_steps": 14})
-    config = sft_config(recipe, recipe.stages[0], choose(recipe.hardware, 2, 1), output_dir=tmp_path,
+    config = sft_config(recipe, recipe.stages[0], plan_hardware(recipe.hardware, 2, 1), output_dir=tmp_path,
                         num_train_rows=40, world_size=1)  # fmt: skip
     assert (config.eval_steps, config.save_steps) == (7, 14)
 

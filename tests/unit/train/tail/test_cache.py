@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,11 @@ import torch
 from tail_runs import Case, attach_tail, new_model, new_rows, prepare, tail_rows
 
 from tailtune.errors import UserError
+from tailtune.recipe.schema import LastLayers
 from tailtune.train.tail import cache
 from tailtune.train.tail.cache import Cache, Prefix, cut_into_shards
 from tailtune.train.tail.decoder import Split
-from tailtune.train.weights import freeze_all_but_last
+from tailtune.train.weights import select_trainable
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def make_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def make(dtype: torch.dtype = torch.float32, **key: Any) -> Cache:
         model = new_model("llama", dtype)
-        freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+        select_trainable(model, LastLayers(last_layers=2))
         return Cache(tmp_path / "cache", {"model": "a", **key}, Prefix(Split(model), tail_rows(shared=0.7)), dtype)
 
     return make

@@ -11,7 +11,7 @@ import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, new_model, prepare, tail_rows, train_whole
 
 from tailtune.errors import UserError
-from tailtune.recipe.schema import TailSettings
+from tailtune.recipe.schema import LastLayers, TailSettings
 from tailtune.train.tail import attention, cache, check
 from tailtune.train.tail.attention import CannotSplit
 from tailtune.train.tail.cache import Prefix
@@ -19,7 +19,7 @@ from tailtune.train.tail.decoder import Split
 from tailtune.train.tail.layout import Group
 from tailtune.train.tail.module import Tail, graft
 from tailtune.train.tail.tokenized_rows import Rows
-from tailtune.train.weights import freeze_all_but_last
+from tailtune.train.weights import select_trainable
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_nothing_frozen_is_nothing_to_save(tmp_path: Path, caplog: pytest.LogCap
 
 def test_what_trains_elsewhere_is_found() -> None:
     model = new_model("llama")
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=1, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=1))
     model.model.norm.requires_grad_(True)
     with pytest.raises(CannotSplit, match=r"model\.norm\.weight trains outside"):
         Split(model)
@@ -218,7 +218,7 @@ def test_rows_without_a_prompt_are_compared_too(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_right_split_is_far_below_the_tolerance(architecture: str) -> None:
     model = new_model(architecture)
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=2))
     prefix = Prefix(Split(model), tail_rows(shared=0.7))
     assert check.logit_difference(Tail(prefix, TailSettings())) < 1e-5
     assert model.config._attn_implementation == "sdpa"
@@ -226,7 +226,7 @@ def test_a_right_split_is_far_below_the_tolerance(architecture: str) -> None:
 
 def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     model, base = new_model("gpt_neox"), new_model("gpt_neox")
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=2))
     tail = Tail(Prefix(Split(model), tail_rows()), TailSettings())
     with torch.no_grad():
         for parameter in tail.parameters():
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
 def test_a_tied_base_gets_a_head_of_its_own_when_grafted(tmp_path: Path) -> None:
     """Else the trained head would become the embedding, without a word; the folder keeps both."""
     model, base = new_model("smollm3"), new_model("smollm3")
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=1, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=1))
     tail = Tail(Prefix(Split(model), tail_rows()), TailSettings())
     with torch.no_grad():
         model.lm_head.weight.add_(1)
@@ -257,7 +257,7 @@ def test_a_tied_base_gets_a_head_of_its_own_when_grafted(tmp_path: Path) -> None
 def test_a_batch_without_labels_gives_every_parameter_a_gradient_of_zero() -> None:
     """Other ranks may have labels, and DDP waits for every parameter."""
     model = new_model("llama")
-    freeze_all_but_last(model, SimpleNamespace(num_trainable_layers=2, train_head=True))  # type: ignore[arg-type]
+    select_trainable(model, LastLayers(last_layers=2))
     tail = Tail(Prefix(Split(model), Rows([[5, 6], [7]], [[-100, -100], [7]])), TailSettings())
     outputs = tail(row=torch.tensor([0, 1]))
     outputs["loss"].backward()
