@@ -88,10 +88,10 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     from tailtune.kinds.chat.prompt import freeze_chat_template
+    from tailtune.kinds.chat.train import conversations
     from tailtune.parquet.split import split_rows
     from tailtune.recipe.load import load_recipe, with_overrides
     from tailtune.recipe.schema import TailSettings
-    from tailtune.train.run import conversations
     from tailtune.train.tail.trainer import TailTrainer, attach
     from tailtune.train.weights import select_trainable
 
@@ -125,8 +125,8 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     clock = Clock(spec.get("warmup", 2), bool(spec.get("flops")))
     callbacks = [type("Callback", (TrainerCallback,), {"on_step_begin": clock.begin, "on_step_end": clock.end})()]
-    plain = SFTTrainer(model=model, args=args, train_dataset=conversations(recipe, train),
-                       eval_dataset=conversations(recipe, validation), processing_class=tokenizer,
+    plain = SFTTrainer(model=model, args=args, train_dataset=conversations(recipe.prompt, train),
+                       eval_dataset=conversations(recipe.prompt, validation), processing_class=tokenizer,
                        callbacks=callbacks)  # fmt: skip
     trainer: Any = plain
     prefix_seconds = 0.0
@@ -467,7 +467,7 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
         elif function == "ceiling":
             print(json.dumps({"flops_per_second": ceiling()}))
         elif function == "imports":
-            import tailtune.train.run  # noqa: F401
+            import tailtune.kinds.chat.train  # noqa: F401
 
             print(json.dumps({"memory": memory()}))
         else:

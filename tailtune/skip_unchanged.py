@@ -6,7 +6,7 @@ from pathlib import Path
 from tailtune import __version__
 from tailtune.manifest import RESULTS_VERSION, read_json, read_manifest, sha256_json, write_json
 from tailtune.run import Run
-from tailtune.training_key import training_settings
+from tailtune.training_key import recipe_settings
 
 
 def record_promotion(run: Run, *, passed: bool) -> None:
@@ -39,7 +39,7 @@ def unchanged_since(run: Run) -> str | None:
 def _path(run: Run) -> Path:
     """One file for each recipe and its settings: two schedules of a recipe do not forget each other's runs."""
     recipe = run.recipe.model_dump(mode="json", include={"gate", "evaluation"})
-    settings = sha256_json([RESULTS_VERSION, __version__, training_settings(run.recipe), recipe])
+    settings = sha256_json([RESULTS_VERSION, __version__, recipe_settings(run.recipe), recipe])
     return run.promotions_dir / f"{run.recipe.name}-{settings[:16]}.json"
 
 

@@ -21,7 +21,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
     recipe = run.recipe
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} holds no complete Parquet file; run the parquet step first")
-    key = training_key(recipe, data_dir, model_dir)
+    key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
         write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")

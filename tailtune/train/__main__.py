@@ -1,10 +1,11 @@
 """The entry of every rank: `torchrun … -m tailtune.train`, on a cluster, a laptop or bare machines.
 
-Precedence: recipe < `-p` parameters < environment (EPOCHS, BATCH_SIZE, LEARNING_RATE, DATA_DIR,
-OUTPUT_DIR, HIDDEN_STATE_CACHE_DIR). This is the one place that reads the training container's environment. WORLD_SIZE,
+Precedence: recipe < `-p` parameters < environment (EPOCHS, BATCH_SIZE, LEARNING_RATE, DATA_DIR, OUTPUT_DIR,
+HIDDEN_STATE_CACHE_DIR, TAILTUNE_ERROR_FILE). Only this module reads the training container's environment. WORLD_SIZE,
 RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, never from here.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from tailtune.errors import UserError
 from tailtune.log import configure, log
+from tailtune.manifest import write_json
 from tailtune.recipe.load import load_recipe, parse_parameters, with_environment, with_overrides
+from tailtune.run import DATA_FILE
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -48,22 +51,33 @@ def main(
         from tailtune.train.run import Paths, leave_process_group, train
 
         resolved = with_environment(with_overrides(load_recipe(recipe), parse_parameters(parameters)), os.environ)
-        stage = next((s for s in resolved.stages if s.name == (stage_name or resolved.stages[0].name)), None)
-        if stage is None:
-            raise UserError(f"no stage '{stage_name}'; the recipe has {[s.name for s in resolved.stages]}")
-        data = Path(os.environ.get("DATA_DIR") or data_dir) / "data.parquet"
+        names = [stage.name for stage in resolved.stages]
+        if stage_name and stage_name not in names:
+            raise UserError(f"the recipe has no stage '{stage_name}'", f"use one of {', '.join(names)}")
+        stage = resolved.stages[names.index(stage_name) if stage_name else 0]
+        data = Path(os.environ.get("DATA_DIR") or data_dir) / DATA_FILE
         if not data.is_file():
-            raise UserError(f"{data} does not exist; write it with the parquet step, or set --data-dir")
+            raise UserError(f"{data} does not exist", "write it with the parquet step, or set --data-dir")
         output = Path(os.environ.get("OUTPUT_DIR") or output_dir)
         cache = os.environ.get("HIDDEN_STATE_CACHE_DIR") or hidden_state_cache_dir or output / "hidden_state_cache"
-        paths = Paths(data, model_dir, output, Path(cache))
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(paths.output / "tensorboard"))
-        status = train(resolved, stage, paths)
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
+        kind = importlib.import_module(f"tailtune.kinds.{stage.kind}.train")
+        status = train(resolved, stage, Paths(data, model_dir, output, Path(cache)), kind.make_trainer)
         leave_process_group()
     except UserError as error:
-        log.error("train: error: %s", error)
+        report(error)
         sys.exit(1)
     sys.exit(status)
+
+
+def report(error: UserError) -> None:
+    """Hand the error to the launcher through the file that it names; without a launcher, only log it."""
+    path = os.environ.get("TAILTUNE_ERROR_FILE")
+    if path is None:
+        log.error("train: error: %s", error)
+    else:
+        write_json(Path(path), {"problem": error.problem, "remedy": error.remedy})
+        print(f"train: error: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

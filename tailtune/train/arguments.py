@@ -1,7 +1,6 @@
-"""`stages.N.trainer` → `trl.SFTConfig`: checked before anything runs, completed from the run's length."""
+"""From `stages.N.trainer` to a `trl.SFTConfig`: checked before anything runs, completed from the length of the run."""
 
 import dataclasses
-import difflib
 import math
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, did_you_mean, one_line
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.train.hardware import HardwarePlan
 
@@ -36,8 +35,10 @@ SET_BY_TAILTUNE = {
 }
 POSITIVE = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
             "max_length", "per_device_eval_batch_size", "eval_steps", "save_steps", "logging_steps")  # fmt: skip
-DDP_TIMEOUT_SECONDS = 3600  # how long ranks wait for rank 0 to save a large checkpoint
-NUM_EVALUATIONS = 10  # evaluations and checkpoints of a run, whatever its length
+DDP_TIMEOUT_SECONDS = 3600
+"""How long ranks wait for rank 0 to save a large checkpoint."""
+NUM_EVALUATIONS = 10
+"""Evaluations and checkpoints of a run, whatever its length."""
 NUM_LOG_LINES = 20
 
 
@@ -45,42 +46,43 @@ def check_trainer_arguments(recipe: Recipe) -> None:
     """Raise UserError when a stage's `trainer` would not make an SFTConfig. Needs torch and TRL."""
     for index, stage in enumerate(recipe.stages):
         _check_names_and_types(stage.trainer, f"stages.{index}.trainer")
+        _check_reporters(stage.trainer, f"stages.{index}.trainer")
         with tempfile.TemporaryDirectory() as folder:
             _construct(stage, {"output_dir": folder, "bf16": False, "use_cpu": True, "report_to": []})
 
 
 def sft_config(
-    recipe: Recipe, stage: Stage, choice: HardwarePlan, *, output_dir: Path, num_train_rows: int, world_size: int
+    recipe: Recipe, stage: Stage, plan: HardwarePlan, *, output_dir: Path, num_train_rows: int, world_size: int
 ) -> Any:
-    """The whole `SFTConfig` of a stage.
+    """Return the complete `SFTConfig` of a stage.
 
-    Intervals for evaluation, checkpoints and log lines follow from the run's number of steps unless
-    the recipe names them; the learning rate is multiplied by the world size when the stage says so.
+    Intervals for evaluation, checkpoints and log lines follow from the number of steps unless the recipe sets them.
+    The learning rate is multiplied by the world size unless the stage has `scale_learning_rate: false`.
     """
     trainer = dict(stage.trainer)
-    steps = num_steps(trainer, choice, num_train_rows, world_size)
+    steps = num_steps(trainer, plan, num_train_rows, world_size)
     interval = max(1, math.ceil(steps / NUM_EVALUATIONS))
     learning_rate = float(trainer.pop("learning_rate", 5e-5))
-    for one, other in (("eval_steps", "save_steps"), ("eval_strategy", "save_strategy")):
-        for given, missing in ((one, other), (other, one)):  # Trainer wants both alike
+    for pair in (("eval_steps", "save_steps"), ("eval_strategy", "save_strategy")):
+        for given, missing in (pair, pair[::-1]):  # Trainer requires both to be equal
             if given in trainer:
                 trainer.setdefault(missing, trainer[given])
-    defaults = {
+    fixed = {
         "learning_rate": learning_rate * (world_size if stage.scale_learning_rate else 1),
-        "per_device_train_batch_size": choice.per_device_train_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "per_device_train_batch_size": plan.per_device_train_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "output_dir": str(output_dir),
         "seed": recipe.seed,
-        "bf16": choice.precision == "bf16",
-        "fp16": choice.precision == "fp16",
-        "use_cpu": choice.device == "cpu",
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "use_cpu": plan.device == "cpu",
         "completion_only_loss": stage.loss == "answer",
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
     }
-    overridable = {
-        "gradient_checkpointing": False,  # on, the backward would cross the frozen layers too
+    defaults = {
+        "gradient_checkpointing": False,  # with it, the backward pass would go through the frozen layers too
         "eval_strategy": "steps",
         "save_strategy": "steps",
         "eval_steps": interval,
@@ -91,19 +93,19 @@ def sft_config(
         "include_num_input_tokens_seen": "non_padding",
         "ddp_timeout": DDP_TIMEOUT_SECONDS,
         "disable_tqdm": not sys.stderr.isatty(),
-        "dataloader_pin_memory": choice.device != "cpu",
+        "dataloader_pin_memory": plan.device != "cpu",
     }
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        trainer.pop(name, None)  # the profile has taken both into account
-    return _construct(stage, {**overridable, **trainer, **defaults}, trainer={})
+        trainer.pop(name, None)  # the hardware plan has taken both into account
+    return _construct(stage, {**defaults, **trainer, **fixed}, trainer={})
 
 
-def num_steps(trainer: dict[str, Any], choice: HardwarePlan, num_train_rows: int, world_size: int) -> int:
-    """Optimizer steps of a run, as Trainer counts them."""
+def num_steps(trainer: dict[str, Any], plan: HardwarePlan, num_train_rows: int, world_size: int) -> int:
+    """Return the number of optimizer steps of a run, as Trainer counts them."""
     if int(trainer.get("max_steps", -1)) > 0:
         return int(trainer["max_steps"])
-    batches = math.ceil(num_train_rows / (choice.per_device_train_batch_size * world_size))
-    per_epoch = math.ceil(batches / choice.gradient_accumulation_steps)
+    batches = math.ceil(num_train_rows / (plan.per_device_train_batch_size * world_size))
+    per_epoch = math.ceil(batches / plan.gradient_accumulation_steps)
     return math.ceil(float(trainer.get("num_train_epochs", 3)) * per_epoch)
 
 
@@ -112,11 +114,13 @@ def _construct(stage: Stage, arguments: dict[str, Any], trainer: dict[str, Any] 
 
     try:
         with warnings.catch_warnings():
-            # TRL's own default of an old name of Transformers: nothing that a user could change
+            # TRL's own default uses an old name of Transformers: nothing that a user could change
             warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
             return SFTConfig(**{**arguments, **(stage.trainer if trainer is None else trainer)})
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise UserError(f"stage '{stage.name}': trl.SFTConfig refuses the trainer arguments: {_line(error)}") from None
+        raise UserError(
+            f"stage '{stage.name}': trl.SFTConfig refuses the trainer arguments: {one_line(error, 400)}"
+        ) from None
 
 
 def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
@@ -128,23 +132,37 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
         if name in SET_BY_TAILTUNE:
             raise UserError(f"{where}.{name} cannot be set: {SET_BY_TAILTUNE[name]}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else "; see the arguments of trl.SFTConfig"
-            raise UserError(f"{where}.{name} is no argument of trl.SFTConfig{hint}")
+            hint = did_you_mean(name, known, cutoff=0.6)
+            remedy = "" if hint else "see the arguments of trl.SFTConfig"
+            raise UserError(f"{where}.{name} is no argument of trl.SFTConfig{hint}", remedy)
         try:
             TypeAdapter(hints[name]).validate_python(value, strict=not isinstance(value, int))
         except ValidationError as error:
             problem = error.errors()[0]["msg"]
-            raise UserError(f"{where}.{name} is {value!r}: {problem}; give that type") from None
+            raise UserError(f"{where}.{name} is {value!r}: {problem}", "give that type") from None
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
         number = isinstance(value, int | float)
         if name == "save_total_limit" and number and value < 2:
-            raise UserError(f"{where}.{name} is {value}; keep at least 2, the best checkpoint and the last")
+            raise UserError(f"{where}.{name} is {value}", "keep at least 2, the best checkpoint and the last")
         if number and (math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf)):
-            raise UserError(f"{where}.{name} is {value}; give a finite number{' above 0' * (name in POSITIVE)}")
+            remedy = "give a finite number above 0" if name in POSITIVE else "give a finite number"
+            raise UserError(f"{where}.{name} is {value}", remedy)
 
 
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else f"{text[:400]}…"
+def _check_reporters(trainer: dict[str, Any], where: str) -> None:
+    """Raise UserError for a `report_to` that Transformers does not know, or whose package is missing."""
+    from transformers.integrations import integration_utils
+
+    value = trainer.get("report_to", [])
+    available = integration_utils.get_available_reporting_integrations()
+    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"})
+    for name in [value] if isinstance(value, str) else value:
+        if name not in known:
+            remedy = f"use one of {', '.join(known)}"
+            raise UserError(f"{where}.report_to: '{name}' is not known{did_you_mean(name, known)}", remedy)
+        if name not in ("none", "all", *available):
+            raise UserError(
+                f"{where}.report_to: the package of '{name}' is not installed",
+                f"install it, also in the images, or use one of {', '.join(sorted(available))}",
+            )

@@ -1,11 +1,14 @@
-"""What a run tells while it trains, and how it stops when it is asked to."""
+"""What a run reports while it trains, and how it stops when asked to."""
 
+import math
 import resource
 import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerState
 
 from tailtune.log import log
+from tailtune.manifest import write_json
 
 
 class StopOnSignal(TrainerCallback):
@@ -71,13 +75,27 @@ class Meter:
 class Metered:
     """Mixin of Trainer whose log entries carry throughput and memory, so that every reporter has them."""
 
-    meter: Meter
     state: TrainerState
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._meter = Meter()
+        self.add_callback(_StartMeter(self._meter))  # type: ignore[attr-defined]
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs.update(self.meter.read(self.state.num_input_tokens_seen))
+            logs.update(self._meter.read(self.state.num_input_tokens_seen))
         super().log(logs, start_time)  # type: ignore[misc]
+
+
+class _StartMeter(TrainerCallback):
+    """Starts a meter when training does, from the tokens that a resumed run has seen already."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.time, self.meter.tokens = time.monotonic(), state.num_input_tokens_seen
 
 
 def peak_memory_bytes() -> int:
@@ -88,8 +106,8 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux
 
 
-class LogLines(TrainerCallback):
-    """One plain line per logging step, for pods and pipes; a terminal has Trainer's progress bar."""
+class Timed(TrainerCallback):
+    """Estimates the remaining time from the steps of this attempt."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
@@ -98,16 +116,56 @@ class LogLines(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start, self.first_step = time.monotonic(), state.global_step
 
+    def remaining_seconds(self, state: Any) -> float:
+        steps = max(1, state.global_step - self.first_step)
+        return (time.monotonic() - self.start) / steps * (state.max_steps - state.global_step)
+
+
+class LogLines(Timed):
+    """Logs one plain line per logging step, for pods and pipes; a terminal has Trainer's progress bar."""
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         where = f"train: step {state.global_step}/{state.max_steps}"
         if "loss" in logs:
-            done = max(1, state.global_step - self.first_step)
-            left = (time.monotonic() - self.start) / done * (state.max_steps - state.global_step)
             log.info(
                 "%s loss %.4f lr %.2e grad_norm %.3f %.0f tokens/s ETA %.0f s",
-                where, logs["loss"], logs["learning_rate"], logs["grad_norm"], logs["tokens_per_second"], left,
+                where, logs["loss"], logs["learning_rate"], logs["grad_norm"], logs["tokens_per_second"],
+                self.remaining_seconds(state),
             )  # fmt: skip
         elif "eval_loss" in logs:
             log.info("%s eval_loss %.4f", where, logs["eval_loss"])
+
+
+PROGRESS_METRICS = {"train": ("loss", "learning_rate", "grad_norm", "tokens_per_second"), "eval": ("eval_loss",)}
+"""What `progress.json` holds of Trainer's log entries."""
+
+
+class WriteProgress(Timed):
+    """Keeps `progress.json` up to date, which the launcher reads: log lines are for people only."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._values: dict[str, dict[str, float | None]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        for side, names in PROGRESS_METRICS.items():
+            values = {name: _finite(logs[name]) for name in names if name in logs}
+            if values:
+                self._values[side] = self._values.get(side, {}) | values
+        write_json(self.path, {
+            "step": state.global_step,
+            "max_steps": state.max_steps,
+            "remaining_seconds": self.remaining_seconds(state),
+            **self._values,
+            "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        })  # fmt: skip
+
+
+def _finite(value: Any) -> float | None:
+    """The number, or None for NaN and infinity, which JSON does not know."""
+    return float(value) if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""Complete checkpoints only: a checkpoint counts when its `complete.json` lists what is there.
+"""Complete checkpoints: a checkpoint counts only when every file that its `complete.json` lists is there.
 
-Trainer writes a checkpoint file by file, each rank its own random state. A process that dies in
-between leaves a directory that looks like a checkpoint; resuming from it would train something else.
+Trainer writes a checkpoint file by file, and each rank writes its own random state. A process that dies in between
+leaves a directory that looks like a checkpoint; resuming from it would train something else.
 """
 
 import json
@@ -21,13 +21,13 @@ ELAPSED = "elapsed.json"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done at a `checkpoint-N` directory; -1 for other names."""
+    """Return the number of optimizer steps of a `checkpoint-N` directory, -1 for other names."""
     match = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     return int(match.group(1)) if match else -1
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file that the checkpoint's list names is there in its size."""
+    """Return whether every file in the checkpoint's list is there with its size."""
     try:
         files = json.loads((checkpoint / COMPLETE).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -36,20 +36,20 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def latest_complete(directory: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
-    found = [path for path in directory.glob("checkpoint-*") if step_of(path) >= 0 and is_complete(path)]
-    return max(found, key=step_of, default=None)
+    """Return the complete checkpoint with the most steps."""
+    complete = [path for path in directory.glob("checkpoint-*") if step_of(path) >= 0 and is_complete(path)]
+    return max(complete, key=step_of, default=None)
 
 
 def remove_incomplete(directory: Path) -> None:
-    """Delete what an interrupted save left behind, so that Trainer's rotation never counts it."""
+    """Delete checkpoints of an interrupted save, so that Trainer's rotation never counts them."""
     for path in directory.glob("checkpoint-*"):
         if step_of(path) >= 0 and not is_complete(path):
             shutil.rmtree(path)
 
 
 def seconds_at(checkpoint: Path | None) -> float:
-    """Seconds of training that a checkpoint stands for, over all attempts; 0 for none."""
+    """Return the seconds of training behind a checkpoint, over all attempts; 0 without one."""
     return float(json.loads((checkpoint / ELAPSED).read_text())["train_seconds"]) if checkpoint else 0.0
 
 
@@ -64,7 +64,7 @@ class MarkComplete(TrainerCallback):
         self.start = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds of training until now, with those of the attempts before."""
+        """Return the seconds of training so far, earlier attempts included."""
         return self.seconds_before + time.monotonic() - self.start
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

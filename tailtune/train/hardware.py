@@ -1,8 +1,7 @@
-"""What the device can do: one table, so that a new GPU is one entry.
+"""What each device can do: one table, so that a new GPU is one entry.
 
-A profile chooses precision, attention and the largest micro-batch; the effective batch per rank is
-the recipe's and never changes. What was chosen is printed; what was really in force is read back
-from the loaded model.
+A profile sets precision, attention and the largest micro-batch. The effective batch per rank comes from the recipe and
+never changes. The plan is logged; what was really in force is read back from the loaded model.
 """
 
 import ctypes
@@ -43,7 +42,7 @@ GENERIC = Profile("generic", r"", "bf16", 8)
 
 @dataclass(frozen=True)
 class HardwarePlan:
-    """What a run uses, and why where it is not the recipe's own word."""
+    """Device, precision, attention and batch sizes of a run."""
 
     profile: str
     device: str
@@ -64,28 +63,31 @@ class HardwarePlan:
 
 
 def device_name() -> str:
-    """`cpu`, or the name of the GPU that this rank uses."""
+    """Return `cpu`, or the name of the GPU that this rank uses."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def find_profile(device: str, wanted: str = "auto") -> Profile:
-    """The profile of a device, or the one named. Raises UserError on an unknown name."""
-    if wanted != "auto":
+def find_profile(device: str, name: str = "auto") -> Profile:
+    """Return the profile with this name, or for `auto` the one that fits the device.
+
+    Raises UserError for an unknown name.
+    """
+    if name != "auto":
         for profile in (*PROFILES, GENERIC):
-            if profile.name.lower() == wanted.lower():
+            if profile.name.lower() == name.lower():
                 return profile
         names = ", ".join(p.name for p in (*PROFILES, GENERIC))
-        raise UserError(f"hardware.profile '{wanted}' is not known; use auto or one of {names}")
+        raise UserError(f"hardware.profile '{name}' is not known", f"use auto or one of {names}")
     return next((p for p in PROFILES if re.search(p.pattern, device)), GENERIC)
 
 
 def plan_hardware(hardware: Hardware, batch_size: int, accumulation_steps: int) -> HardwarePlan:
-    """Profile, precision, attention and micro-batch for the device of this process."""
+    """Plan profile, precision, attention and micro-batch for the device of this process."""
     device = device_name()
     profile = find_profile(device, hardware.profile)
     precision = profile.precision if hardware.precision == "auto" else hardware.precision
     if device == "cpu" and precision == "fp16":
-        precision = "fp32"  # accelerate would take fp16 on a CPU and silently compute in fp32
+        precision = "fp32"  # on a CPU, accelerate accepts fp16 and silently computes in fp32
     if device != "cpu" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         precision = "fp16"
     attention = hardware.attention
@@ -98,16 +100,16 @@ def plan_hardware(hardware: Hardware, batch_size: int, accumulation_steps: int) 
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
+    """Return the largest divisor of `number` that is at most `limit`."""
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what torch frees on the CPU, up to tensors of 32 MiB, instead of giving it back and asking again.
+    """Let glibc keep the memory that torch frees on the CPU, for tensors of up to 32 MiB.
 
-    Every step allocates the same sizes; fresh pages for them took 5 to 10 % of the time (BENCHMARKS.md).
+    Every step allocates the same sizes; getting fresh pages for them took 5 to 10 % of the time (BENCHMARKS.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have their own ways
+    if mallopt is not None:  # only glibc has it
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: glibc's largest

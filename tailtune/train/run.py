@@ -1,226 +1,148 @@
-"""Supervised fine-tuning of the last layers with TRL, under torchrun. Read top-down."""
+"""What every kind of training shares: process group, checkpoints, resume, stop, summary, best_model/. Read top-down.
+
+A kind adds one function, `make_trainer(context) -> Prepared` in `kinds/KIND/train.py`, which returns a ready
+Hugging Face Trainer.
+"""
 
 import json
 import math
 import os
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerState, set_seed
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
 from transformers.utils.logging import disable_progress_bar
-from trl import SFTTrainer
 
 from tailtune import provenance
 from tailtune.errors import UserError
-from tailtune.kinds.chat.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.log import log
 from tailtune.manifest import publish, sha256_json, write_json
-from tailtune.parquet.split import split_rows
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
-from tailtune.train import hardware
-from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
-from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, peak_memory_bytes
+from tailtune.train.arguments import DDP_TIMEOUT_SECONDS
+from tailtune.train.callbacks import LogLines, StopOnSignal, WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
-from tailtune.train.tail.tokenized_rows import IGNORED
-from tailtune.train.tail.trainer import TailTrainer, attach
-from tailtune.train.weights import export_model, load_model, select_trainable
+from tailtune.train.hardware import HardwarePlan, keep_freed_memory, plan_hardware
+from tailtune.train.weights import save_model, whole_state_dict
 from tailtune.training_key import claim_checkpoints, training_key
 
 
 @dataclass(frozen=True)
 class Paths:
     data: Path
-    """The Parquet file of all rows; the split is computed here."""
+    """Parquet file of all rows; train and validation are split when it is read."""
     base_model: Path
     output: Path
-    """Where `best_model/`, `checkpoints/` and the summaries go."""
+    """Directory for `best_model/`, `checkpoints/` and the summaries."""
     hidden_state_cache: Path
-    """Where the states of frozen layers are kept, for this run and others."""
+    """Directory for the hidden states of frozen layers, shared by this run and others."""
 
     @property
     def checkpoints(self) -> Path:
         return self.output / "checkpoints"
 
 
-class FullModelTrainer(Metered, SFTTrainer):
-    """The whole model in every step. Its evaluation loss is per label, as the tail's is.
+@dataclass(frozen=True)
+class Context:
+    """What a kind needs to make its trainer."""
 
-    Trainer's own is a mean over batches, in which several ranks count some rows twice to fill up the last ones: by it,
-    another checkpoint could be the best.
+    recipe: Recipe
+    stage: Stage
+    paths: Paths
+    plan: HardwarePlan
+    world_size: int
+    is_main_process: bool
+    base_model_sha256: str
+    callbacks: tuple[TrainerCallback, ...]
+    """To be given to the trainer."""
+
+
+@dataclass
+class Prepared:
+    """A trainer that is ready to train, and what to publish when it has."""
+
+    trainer: Trainer
+    model: PreTrainedModel
+    """The whole model, whose weights the trainer changes; saved as `best_model/`."""
+    save_companions: Callable[[Path], None]
+    """Writes what belongs next to the weights: tokenizer, system prompt."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For `training_summary.json`. `num_train_rows` and `effective_batch_size` are required."""
+    setup_seconds: float = 0.0
+    """Time spent on work that counts as training, such as filling the hidden-state cache."""
+
+
+def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Context], Prepared]) -> int:
+    """Train one stage and publish `best_model/`, `training_history.json` and `training_summary.json`.
+
+    Resumes from the last complete checkpoint of the same settings, data and base model; checkpoints of others are
+    refused with UserError. Only rank 0 writes, apart from each rank's random state inside the checkpoints. Returns
+    the exit status: 0, or 143 after a signal.
     """
-
-    def get_eval_dataloader(self, eval_dataset: datasets.Dataset | None = None) -> DataLoader[Any]:
-        """Of whole batches on every rank: filled up with rows without labels, which weigh nothing."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        if missing := -len(rows) % (self.args.eval_batch_size * self.args.world_size):
-            row = rows[0] | {"labels": [IGNORED] * len(rows[0]["labels"])}
-            filler = datasets.Dataset.from_list([row] * missing, features=rows.features)
-            rows = datasets.concatenate_datasets([rows, filler])
-        return super().get_eval_dataloader(rows)
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss, num_labels = self.accelerator.reduce(self._evaluated).tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_labels, 1)
-        return output
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
-        loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # a mean over none may be NaN
-        self._evaluated += torch.stack([loss_sum, num_labels])
-        return loss, logits, labels
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's card knows neither the base model nor the data; the report does."""
-
-
-class LastLayersTrainer(Metered, TailTrainer):
-    """The last layers alone, on states that were computed once."""
-
-
-def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
-    """Train one stage and publish `best_model/`, `training_history.json`, `training_summary.json`.
-
-    Resumes from the last complete checkpoint of the same settings, data and base model; others are
-    refused with UserError. Rank 0 alone writes, apart from each rank's random state inside the
-    checkpoints. Returns the exit status: 0, or 143 after a signal.
-    """
-    stop = StopOnSignal()
     started_at = datetime.now(UTC)
-    # joins the process group that torchrun's environment describes; without `cpu` it would stay alone there
-    timeout = timedelta(seconds=int(stage.trainer.get("ddp_timeout", DDP_TIMEOUT_SECONDS)))
-    ranks = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
-    assert ranks.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = join_process_group(stage)
     set_seed(recipe.seed)
     if not torch.cuda.is_available():
-        hardware.keep_freed_memory()
-    key = training_key(recipe, paths.data.parent, paths.base_model)
-    found: list[Path | None] = [None]
-    if ranks.is_main_process:
-        paths.checkpoints.mkdir(parents=True, exist_ok=True)
-        claim_checkpoints(paths.checkpoints, key)
-        remove_incomplete(paths.checkpoints)
-        found = [latest_complete(paths.checkpoints)]
-    broadcast_object_list(found)  # rank 0 decides: a network file system may still show others an older list
-    resume = found[0]
+        keep_freed_memory()
     if not (sys.stderr.isatty() and ranks.is_main_process):
         datasets.disable_progress_bars()
         disable_progress_bar()
+    key = training_key(recipe, stage, paths.data.parent, paths.base_model)
+    resume = find_checkpoint(paths.checkpoints, key, ranks)
 
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=True)
-    freeze_chat_template(tokenizer)
-    train_rows, validation_rows = split_rows(
-        pq.read_table(paths.data), recipe.data.split_by, recipe.data.validation_share, recipe.seed
-    )
-    choice = hardware.plan_hardware(
+    stop, saver = StopOnSignal(), MarkComplete(seconds_before=seconds_at(resume))
+    plan = plan_hardware(
         recipe.hardware,
         int(stage.trainer["per_device_train_batch_size"]),
         int(stage.trainer.get("gradient_accumulation_steps", 1)),
     )
-    config = sft_config(
-        recipe,
-        stage,
-        choice,
-        output_dir=paths.checkpoints,
-        num_train_rows=train_rows.num_rows,
-        world_size=ranks.num_processes,
+    prepared = make_trainer(
+        Context(
+            recipe,
+            stage,
+            paths,
+            plan,
+            world_size=ranks.num_processes,
+            is_main_process=ranks.is_main_process,
+            base_model_sha256=key["base_model_sha256"],
+            callbacks=(stop, saver, WriteProgress(paths.output / "progress.json")),
+        )
     )
-    facts: dict[str, Any] = {
-        "stage": stage.name,
-        "world_size": ranks.num_processes,
-        "num_train_rows": train_rows.num_rows,
-        "num_validation_rows": validation_rows.num_rows,
-        "learning_rate": config.learning_rate,
-        "num_train_epochs": config.num_train_epochs,
-        "effective_batch_size": config.per_device_train_batch_size
-        * config.gradient_accumulation_steps
-        * ranks.num_processes,
-    }
-    model = load_model(paths.base_model, choice)
-    facts["num_parameters"] = model.num_parameters()  # before untying adds the head's own copy
-    select_trainable(model, stage.train_weights)
-    facts["num_trainable_parameters"] = model.num_parameters(only_trainable=True)
-    facts["trainable_share"] = facts["num_trainable_parameters"] / facts["num_parameters"]
-    facts["hardware"] = {**asdict(choice), "attention": model.config._attn_implementation}
-
-    saver = MarkComplete(seconds_before=seconds_at(resume))
-    callbacks = [stop, saver, *([LogLines()] if config.disable_tqdm else [])]
-    whole = FullModelTrainer(
-        model=model,
-        args=config,
-        train_dataset=conversations(recipe, train_rows),
-        eval_dataset=conversations(recipe, validation_rows),
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
-    facts["num_truncated_rows"] = count_truncated(
-        tokenizer, recipe, train_rows, whole.train_dataset["input_ids"], config.max_length
-    )
-    if ranks.is_main_process:
-        describe(choice, facts, config.max_length, scaled=stage.scale_learning_rate)
-    tail = attach(
-        whole,
-        stage.tail,
-        dtype=choice.dtype,
-        cache_dir=paths.hidden_state_cache,
-        base_model_sha256=key["base_model_sha256"],
-        callbacks=callbacks,
-        trainer_class=LastLayersTrainer,
-    )
-    trainer: FullModelTrainer | LastLayersTrainer = tail or whole
-    facts["tail_training"] = tail.facts if tail else None
-    facts["hardware"] |= {
-        name: getattr(trainer.args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    }
-    saver.seconds_before += tail.facts["fill_seconds"] if tail else 0.0
+    trainer, facts = prepared.trainer, prepared.facts
+    saver.seconds_before += prepared.setup_seconds
     trainer.remove_callback(PrinterCallback)
-
-    first_step = step_of(resume) if resume else 0
-    first_token = json.loads((resume / "trainer_state.json").read_text())["num_input_tokens_seen"] if resume else 0
+    if trainer.args.disable_tqdm:
+        trainer.add_callback(LogLines())
     if ranks.is_main_process:
-        record_attempt(paths.checkpoints, first_step)
+        record_attempt(paths.checkpoints, step_of(resume) if resume else 0)
         if resume:
-            log.info("train: resuming from %s, next step is %d", resume.name, first_step + 1)
-    start = time.monotonic()
-    trainer.meter = Meter(start, first_token)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    state = trainer.state
+            log.info("train: resuming from %s, next step is %d", resume.name, step_of(resume) + 1)
 
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+    state = trainer.state
     if stop.stopped_at is not None:
         if ranks.is_main_process:
-            log.info("train: stopped at step %d by a signal, checkpoint saved; run again to go on", stop.stopped_at)
+            log.info("train: stopped at step %d by a signal, checkpoint saved; run again to resume", stop.stopped_at)
         return STOPPED
+    refuse_no_best(state, paths.checkpoints)
+    state_dict = whole_state_dict(prepared.model, trainer)  # a collective: every rank takes part
     if ranks.is_main_process:
         seconds = saver.seconds()  # of all attempts, as far as their checkpoints count
-        rows_per_second = state.global_step * facts["effective_batch_size"] / seconds
-        refuse_no_best(state, paths.checkpoints)
+        facts |= training_facts(state, facts, seconds)
         facts |= {
-            "num_steps": state.global_step,
-            "samples_seen": state.global_step * facts["effective_batch_size"],
-            "tokens_seen": state.num_input_tokens_seen,
-            "train_seconds": seconds,
-            "rows_per_second": rows_per_second,
-            "tokens_per_second": state.num_input_tokens_seen / seconds,
-            "best_step": state.best_global_step,
-            "best_eval_loss": state.best_metric,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "stage": stage.name,
+            "world_size": ranks.num_processes,
+            "hardware": {**asdict(plan), **facts.get("hardware", {})},
             "resumed_from_steps": [step for step in read_attempts(paths.checkpoints) if step],
             "provenance": {
                 **provenance.collect(),
@@ -236,76 +158,72 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         write_json(paths.output / "training_summary.json", facts)
         # last, because the manifest of best_model/ means that the training is complete
         with publish(paths.output / "best_model", key, {"best_step": state.best_global_step}) as partial:
-            export_model(model, partial, choice.dtype)
-            tokenizer.save_pretrained(partial)
-            (partial / "system_prompt.txt").write_text(recipe.prompt.system, encoding="utf-8")
+            save_model(prepared.model, state_dict, partial, plan.dtype)
+            prepared.save_companions(partial)
         log.info(
             "train: best eval_loss %.4f at step %s of %d; %.1f rows/s",
-            state.best_metric, state.best_global_step, state.global_step, rows_per_second,
+            state.best_metric, state.best_global_step, state.global_step, facts["rows_per_second"],
         )  # fmt: skip
     ranks.wait_for_everyone()
     return 0
 
 
+def join_process_group(stage: Stage) -> PartialState:
+    """Join the process group that torchrun's environment describes."""
+    timeout = timedelta(seconds=int(stage.trainer.get("ddp_timeout", DDP_TIMEOUT_SECONDS)))
+    # without `cpu`, a rank on a machine without GPUs would not join any group
+    ranks = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
+    assert ranks.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
+    return ranks
+
+
+def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState) -> Path | None:
+    """Claim the checkpoints for this training and return the last complete one; rank 0 decides for all ranks.
+
+    On a network file system, other ranks may still see an older listing. Raises UserError when the checkpoints
+    belong to another training.
+    """
+    choice: list[Path | None] = [None]
+    if ranks.is_main_process:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        claim_checkpoints(checkpoints, key)
+        remove_incomplete(checkpoints)
+        choice = [latest_complete(checkpoints)]
+    broadcast_object_list(choice)
+    return choice[0]
+
+
 def refuse_no_best(state: TrainerState, checkpoints: Path) -> None:
     """Raise UserError when the weights in memory are not those of the best evaluation.
 
-    Trainer itself goes on with the last weights when the best checkpoint is gone or no loss was a number.
+    Trainer itself keeps the last weights when the best checkpoint is gone or no loss was a number.
     """
     if state.best_metric is None or not math.isfinite(state.best_metric):
-        raise UserError(f"the best eval_loss is {state.best_metric}; lower stages.0.trainer.learning_rate and look at "
-                        "the losses above")  # fmt: skip
+        raise UserError(
+            f"the best eval_loss is {state.best_metric}",
+            "lower stages.0.trainer.learning_rate and look at the losses above",
+        )
     if not (checkpoints / f"checkpoint-{state.best_global_step}").is_dir():
-        raise UserError(f"checkpoint-{state.best_global_step} with the best eval_loss is gone from {checkpoints}; "
-                        "delete the checkpoints and train again")  # fmt: skip
+        raise UserError(
+            f"checkpoint-{state.best_global_step} with the best eval_loss is gone from {checkpoints}",
+            "delete the checkpoints and train again",
+        )
 
 
-def conversations(recipe: Recipe, rows: pa.Table) -> datasets.Dataset:
-    """The rows as prompt and completion messages, which TRL tokenises."""
-    return datasets.Dataset.from_list([training_example(recipe.prompt, row) for row in rows.to_pylist()])
-
-
-def count_truncated(
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    rows: pa.Table,
-    prepared: Sequence[Sequence[int]],
-    max_length: int | None,
-) -> int:
-    """Rows that `max_length` cuts; `prepared` are their tokens as TRL has cut them.
-
-    Raises UserError when a row would lose its whole answer.
-    """
-    if max_length is None:
-        return 0
-    if len(prepared) == rows.num_rows:  # else TRL has dropped what has no answer left
-        rows = rows.filter(pa.array([len(ids) == max_length for ids in prepared], pa.bool_()))
-    count = 0
-    for row in rows.to_pylist():
-        question, answer = encode_row(tokenizer, recipe.prompt, row)
-        count += len(question) + len(answer) > max_length
-        if len(question) >= max_length:
-            raise UserError(
-                f"a question of {len(question)} tokens leaves no room for its answer in max_length {max_length}; "
-                "raise stages.0.trainer.max_length or shorten prompt.system"
-            )
-    return count
-
-
-def describe(choice: hardware.HardwarePlan, facts: dict[str, Any], max_length: int | None, *, scaled: bool) -> None:
-    """What is about to run, in two or three lines."""
-    log.info("train: %s", choice.describe())
-    log.info(
-        "train: %s of %s parameters train (%.2f %%), %d ranks, %d rows, %d for validation",
-        f"{facts['num_trainable_parameters']:,}", f"{facts['num_parameters']:,}", 100 * facts["trainable_share"],
-        facts["world_size"], facts["num_train_rows"], facts["num_validation_rows"],
-    )  # fmt: skip
-    learning_rate = facts["learning_rate"]
-    if scaled and facts["world_size"] > 1:
-        base = learning_rate / facts["world_size"]
-        log.info("train: learning rate %g = %g x %d ranks", learning_rate, base, facts["world_size"])
-    if facts["num_truncated_rows"]:
-        log.info("train: %d rows are longer than max_length %d and are cut", facts["num_truncated_rows"], max_length)
+def training_facts(state: TrainerState, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Steps, rows and tokens of the whole training, and their rates over `seconds` of training."""
+    rows = state.global_step * facts["effective_batch_size"]
+    return {
+        "num_steps": state.global_step,
+        "samples_seen": rows,
+        "tokens_seen": state.num_input_tokens_seen,
+        "train_seconds": seconds,
+        "rows_per_second": rows / seconds,
+        "tokens_per_second": state.num_input_tokens_seen / seconds,
+        "best_step": state.best_global_step,
+        "best_eval_loss": state.best_metric,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 def split_history(log_history: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -323,13 +241,13 @@ def split_history(log_history: list[dict[str, Any]]) -> dict[str, list[dict[str,
 
 
 def record_attempt(checkpoints: Path, from_step: int) -> None:
-    """Note the step from which this attempt starts."""
+    """Append the step from which this attempt starts to `attempts.jsonl`."""
     with (checkpoints / "attempts.jsonl").open("a") as file:
         file.write(json.dumps({"from_step": from_step, "at": datetime.now(UTC).isoformat()}) + "\n")
 
 
 def read_attempts(checkpoints: Path) -> list[int]:
-    """The first step of every attempt, 0 for a fresh start."""
+    """Return the first step of every attempt, 0 for a fresh start."""
     return [json.loads(line)["from_step"] for line in (checkpoints / "attempts.jsonl").read_text().splitlines()]
 
 

@@ -1,28 +1,38 @@
-"""The model as it trains: head untied, everything below the last layers frozen, master weights in fp32."""
+"""Which weights of a model train, in which precision, and how they are saved."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
-from tailtune.errors import UserError
-from tailtune.recipe.schema import LastLayers
+from tailtune.errors import UserError, one_line
+from tailtune.recipe.schema import TrainWeights
 from tailtune.train.hardware import HardwarePlan
 
 
-def load_model(directory: Path, choice: HardwarePlan) -> PreTrainedModel:
-    """The base model in the compute precision. Raises UserError when the directory holds none."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=choice.dtype, attn_implementation=choice.attention, local_files_only=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise UserError(f"no model can be loaded from {directory}: {line}; give a directory that "
-                        "AutoModelForCausalLM reads, or a hub name") from None  # fmt: skip
+def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
+    """Load a causal language model from a directory. `options` are those of `from_pretrained`.
 
+    Raises UserError when the directory holds none.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"no model can be loaded from {directory}: {one_line(error)}",
+            "give the directory of a Transformers model with its tokenizer",
+        ) from None
+
+
+def load_model(directory: Path, plan: HardwarePlan, train_weights: TrainWeights) -> PreTrainedModel:
+    """Load the base model for training: in the compute precision, or in fp32 when all weights train.
+
+    Raises UserError when the directory holds none.
+    """
+    dtype = torch.float32 if train_weights == "all" else plan.dtype
+    model = load_causal_lm(directory, dtype=dtype, attn_implementation=plan.attention)
     generation = model.generation_config
     if generation is not None and not generation.do_sample:
         # settings of sampling without sampling: saving a checkpoint would refuse them
@@ -30,7 +40,7 @@ def load_model(directory: Path, choice: HardwarePlan) -> PreTrainedModel:
     return model
 
 
-def select_trainable(model: PreTrainedModel, train_weights: LastLayers | Literal["all"]) -> None:
+def select_trainable(model: PreTrainedModel, train_weights: TrainWeights) -> None:
     """Make the chosen weights trainable and freeze the others, in place.
 
     Trainable parameters become fp32: in bf16 an update below 1/256 of a weight is lost. Frozen ones keep the compute
@@ -59,8 +69,8 @@ def select_trainable(model: PreTrainedModel, train_weights: LastLayers | Literal
 def untie_head(model: PreTrainedModel) -> None:
     """Give the output head weights of its own.
 
-    With a tied head, autograd walks through every frozen layer to reach the input embedding. Both
-    halves are needed: the flag alone saves no head, the copy alone is tied again on loading.
+    With a tied head, autograd walks through every frozen layer to reach the input embedding. Both steps are needed:
+    with only the flag, no head is saved; with only the copy, the head is tied again on loading.
     """
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:
@@ -69,17 +79,32 @@ def untie_head(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's list of layers, whatever the architecture calls it."""
+    """Return the decoder's list of layers, whatever the architecture calls it."""
     for module in model.base_model.children():
         if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
             return module
-    raise UserError(f"{type(model).__name__} keeps its layers in no module list; tailtune cannot find the last ones")
+    raise UserError(
+        f"{type(model).__name__} does not keep its layers in a module list, so the last ones cannot be found",
+        "use train_weights: all",
+    )
 
 
-def export_model(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the model's state dict with every weight in full; empty on other ranks than 0 where weights are sharded.
+
+    All ranks have to call it: with FSDP, each one holds a part of every weight, and gathering them is a collective.
+    """
+    if trainer.is_fsdp_enabled:
+        return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped))
+    return dict(model.state_dict())
+
+
+def save_model(
+    model: PreTrainedModel, state_dict: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype
+) -> None:
     """Save an ordinary Transformers model in one precision, loadable by `AutoModelForCausalLM`."""
-    state = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    converted = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state_dict.items()
     }
     model.config.dtype = dtype
-    model.save_pretrained(directory, state_dict=state)
+    model.save_pretrained(directory, state_dict=converted)

@@ -176,11 +176,11 @@ def train_layers(place: Place) -> None:
 def long_question(place: Place) -> None:
     from transformers import AutoTokenizer
 
-    from tailtune.train.run import count_truncated
+    from tailtune.kinds.chat.train import count_truncated
 
     tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
     rows = pa.table({"full-question": ["How? " * 50], "answer": ["So."]})
-    count_truncated(tokenizer, tiny_recipe(), rows, [], 64)  # TRL drops rows that have no answer left
+    count_truncated(tokenizer, tiny_recipe().prompt, rows, [], 64)  # TRL drops rows that have no answer left
 
 
 def train_command(*arguments: str) -> Call:
@@ -488,7 +488,7 @@ COMMANDS: list[Row] = [
     ("train without data", train_command("--recipe", "survival", "--model-dir", "TMP", "--data-dir", "TMP"), 1,
      "train: error: TMP/data.parquet does not exist; write it with the parquet step, or set --data-dir"),
     ("train an unknown stage", train_command("--recipe", "survival", "--model-dir", "TMP", "--stage", "dpo"), 1,
-     "train: error: no stage 'dpo'; the recipe has ['sft']"),
+     "train: error: the recipe has no stage 'dpo'; use one of sft"),
 ]  # fmt: skip
 
 VERDICTS: list[Row] = [

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
+from tailtune.kinds.chat.train import count_truncated
 from tailtune.recipe.schema import Hardware, LastLayers
 from tailtune.train import hardware
 from tailtune.train.arguments import num_steps, sft_config
 from tailtune.train.callbacks import peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
-from tailtune.train.run import count_truncated
-from tailtune.train.weights import decoder_layers, export_model, select_trainable
+from tailtune.train.weights import decoder_layers, save_model, select_trainable
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -66,7 +66,7 @@ def test_bf16_keeps_fp32_master_weights_where_it_trains_only(tmp_path: Path) -> 
     select_trainable(model, stage().train_weights)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    export_model(model, tmp_path, torch.bfloat16)
+    save_model(model, model.state_dict(), tmp_path, torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
@@ -190,11 +190,11 @@ def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
     whole = [list(chain(*encode_row(tokenizer, recipe.prompt, row))) for row in rows.to_pylist()]
     max_length = len(whole[2])  # just fits
     cut = [ids[:max_length] for ids in whole]
-    assert count_truncated(tokenizer, recipe, rows, cut, max_length) == 1
-    assert count_truncated(tokenizer, recipe, rows, whole, 1000) == 0
-    assert count_truncated(tokenizer, recipe, rows, whole, None) == 0
+    assert count_truncated(tokenizer, recipe.prompt, rows, cut, max_length) == 1
+    assert count_truncated(tokenizer, recipe.prompt, rows, whole, 1000) == 0
+    assert count_truncated(tokenizer, recipe.prompt, rows, whole, None) == 0
     with pytest.raises(UserError, match="leaves no room for its answer"):  # a prompt of that length, cut as TRL would
-        count_truncated(tokenizer, recipe, rows, [ids[:5] for ids in whole], 5)
+        count_truncated(tokenizer, recipe.prompt, rows, [ids[:5] for ids in whole], 5)
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:

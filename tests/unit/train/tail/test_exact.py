@@ -7,7 +7,7 @@ import pytest
 import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, furthest, new_rows, prepare, relative, train, train_whole
 
-from tailtune.train.run import FullModelTrainer
+from tailtune.kinds.chat.train import FullModelTrainer
 
 SETTINGS = [(loss, shared, accumulation, dtype) for loss, shared, accumulation, dtype in itertools.product(
     ("answer", "all"), (1.0, 0.6, 0.0), (1, 4), ("float32", "float64"))]  # fmt: skip

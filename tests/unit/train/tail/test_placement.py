@@ -9,7 +9,7 @@ from conftest import tiny_recipe
 
 from tailtune.errors import UserError
 from tailtune.train.tail import placement
-from tailtune.training_key import training_settings
+from tailtune.training_key import recipe_settings
 
 GB = 10**9
 
@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_how_the_states_are_kept_may_change_between_attempts() -> None:
     """After running out of memory, say; whether the tail trains alone may not: its checkpoints are others."""
     one, disk, off = (
-        training_settings(tiny_recipe(**{f"stages.0.tail.{key}": value}))
+        recipe_settings(tiny_recipe(**{f"stages.0.tail.{key}": value}))
         for key, value in (("cache", "auto"), ("cache", "disk"), ("mode", "off"))
     )
     assert one == disk != off

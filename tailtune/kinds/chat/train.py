@@ -1,0 +1,180 @@
+"""Supervised fine-tuning on questions and answers, with TRL: by the tail where that is exact, else the whole model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
+
+from tailtune.errors import UserError
+from tailtune.kinds.chat.config import Prompt
+from tailtune.kinds.chat.prompt import encode_row, freeze_chat_template, training_example
+from tailtune.log import log
+from tailtune.parquet.split import read_split
+from tailtune.train.arguments import sft_config
+from tailtune.train.callbacks import Metered
+from tailtune.train.hardware import HardwarePlan
+from tailtune.train.run import Context, Prepared
+from tailtune.train.tail.tokenized_rows import IGNORED
+from tailtune.train.tail.trainer import TailTrainer as TailLoop
+from tailtune.train.tail.trainer import attach
+from tailtune.train.weights import load_model, select_trainable
+
+
+def make_trainer(context: Context) -> Prepared:
+    """Return the trainer of a chat stage. Raises UserError for rows or arguments that cannot be trained on."""
+    recipe, stage, plan = context.recipe, context.stage, context.plan
+    tokenizer = AutoTokenizer.from_pretrained(context.paths.base_model, local_files_only=True)
+    freeze_chat_template(tokenizer)
+    train_rows, validation_rows = read_split(recipe, context.paths.data)
+    config = sft_config(
+        recipe,
+        stage,
+        plan,
+        output_dir=context.paths.checkpoints,
+        num_train_rows=train_rows.num_rows,
+        world_size=context.world_size,
+    )
+    model = load_model(context.paths.base_model, plan, stage.train_weights)
+    num_parameters = model.num_parameters()  # before untying adds the head's own copy
+    select_trainable(model, stage.train_weights)
+    num_trainable = model.num_parameters(only_trainable=True)
+    full = FullModelTrainer(
+        model=model,
+        args=config,
+        train_dataset=conversations(recipe.prompt, train_rows),
+        eval_dataset=conversations(recipe.prompt, validation_rows),
+        processing_class=tokenizer,
+        callbacks=list(context.callbacks),
+    )
+    facts: dict[str, Any] = {
+        "num_train_rows": train_rows.num_rows,
+        "num_validation_rows": validation_rows.num_rows,
+        "learning_rate": config.learning_rate,
+        "num_train_epochs": config.num_train_epochs,
+        "effective_batch_size": config.per_device_train_batch_size
+        * config.gradient_accumulation_steps
+        * context.world_size,
+        "num_parameters": num_parameters,
+        "num_trainable_parameters": num_trainable,
+        "trainable_share": num_trainable / num_parameters,
+        "num_truncated_rows": count_truncated(
+            tokenizer, recipe.prompt, train_rows, full.train_dataset["input_ids"], config.max_length
+        ),
+    }
+    if context.is_main_process:
+        log_plan(plan, facts, context.world_size, config.max_length, scaled=stage.scale_learning_rate)
+    tail = attach(
+        full,
+        stage.tail,
+        dtype=plan.dtype,
+        cache_dir=context.paths.hidden_state_cache,
+        base_model_sha256=context.base_model_sha256,
+        callbacks=list(context.callbacks),
+        trainer_class=TailTrainer,
+    )
+    trainer: FullModelTrainer | TailTrainer = tail or full
+    facts["tail_training"] = tail.facts if tail else None
+    facts["hardware"] = {"attention": model.config._attn_implementation} | {
+        name: getattr(trainer.args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    }
+
+    def save_companions(directory: Any) -> None:
+        tokenizer.save_pretrained(directory)
+        (directory / "system_prompt.txt").write_text(recipe.prompt.system, encoding="utf-8")
+
+    return Prepared(trainer, model, save_companions, facts, tail.facts["fill_seconds"] if tail else 0.0)
+
+
+class TailTrainer(Metered, TailLoop):
+    """Trains the last layers on hidden states that were computed once."""
+
+
+class FullModelTrainer(Metered, SFTTrainer):
+    """Runs the whole model in every step. Its evaluation loss is per label, like that of tail training.
+
+    Trainer's own is a mean over batches, in which several ranks count some rows twice to fill the last batches: by
+    that mean, another checkpoint could be the best.
+    """
+
+    def get_eval_dataloader(self, eval_dataset: datasets.Dataset | None = None) -> DataLoader[Any]:
+        """Return whole batches on every rank, filled up with rows without labels, which weigh nothing."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if missing := -len(rows) % (self.args.eval_batch_size * self.args.world_size):
+            row = rows[0] | {"labels": [IGNORED] * len(rows[0]["labels"])}
+            filler = datasets.Dataset.from_list([row] * missing, features=rows.features)
+            rows = datasets.concatenate_datasets([rows, filler])
+        return super().get_eval_dataloader(rows)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss sum, number of labels
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss_sum, num_labels = self.accelerator.reduce(self._evaluated).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(num_labels, 1)
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
+        loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # a mean over none may be NaN
+        self._evaluated += torch.stack([loss_sum, num_labels])
+        return loss, logits, labels
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no card: TRL's knows neither the base model nor the data; the report does."""
+
+
+def conversations(prompt: Prompt, rows: pa.Table) -> datasets.Dataset:
+    """Return the rows as prompt and completion messages, which TRL tokenises."""
+    return datasets.Dataset.from_list([training_example(prompt, row) for row in rows.to_pylist()])
+
+
+def count_truncated(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    rows: pa.Table,
+    prepared: Sequence[Sequence[int]],
+    max_length: int | None,
+) -> int:
+    """Count the rows that `max_length` truncates; `prepared` holds their tokens after TRL has truncated them.
+
+    Raises UserError when a row would lose its whole answer.
+    """
+    if max_length is None:
+        return 0
+    if len(prepared) == rows.num_rows:  # otherwise TRL has dropped rows that have no answer left
+        rows = rows.filter(pa.array([len(ids) == max_length for ids in prepared], pa.bool_()))
+    count = 0
+    for row in rows.to_pylist():
+        question, answer = encode_row(tokenizer, prompt, row)
+        count += len(question) + len(answer) > max_length
+        if len(question) >= max_length:
+            raise UserError(
+                f"a question of {len(question)} tokens leaves no room for its answer in max_length {max_length}",
+                "raise stages.0.trainer.max_length or shorten prompt.system",
+            )
+    return count
+
+
+def log_plan(
+    plan: HardwarePlan, facts: dict[str, Any], world_size: int, max_length: int | None, *, scaled: bool
+) -> None:
+    """Log what is about to run, in two to four lines."""
+    log.info("train: %s", plan.describe())
+    log.info(
+        "train: %s of %s parameters train (%.2f %%), %d ranks, %d rows, %d for validation",
+        f"{facts['num_trainable_parameters']:,}", f"{facts['num_parameters']:,}", 100 * facts["trainable_share"],
+        world_size, facts["num_train_rows"], facts["num_validation_rows"],
+    )  # fmt: skip
+    learning_rate = facts["learning_rate"]
+    if scaled and world_size > 1:
+        log.info("train: learning rate %g = %g x %d ranks", learning_rate, learning_rate / world_size, world_size)
+    if facts["num_truncated_rows"]:
+        log.info(
+            "train: %d rows are longer than max_length %d and are truncated", facts["num_truncated_rows"], max_length
+        )
