@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from tailtune.errors import UserError, one_line
@@ -90,13 +91,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return the model's state dict with every weight in full; empty on other ranks than 0 where weights are sharded.
+    """Return the model's state dict with every weight in full; with FSDP it is empty on all ranks but 0.
 
-    All ranks have to call it: with FSDP, each one holds a part of every weight, and gathering them is a collective.
+    All ranks have to call it: with FSDP, each rank holds a part of every weight, and gathering them is a collective.
     """
-    if trainer.is_fsdp_enabled:
-        return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped))
-    return dict(model.state_dict())
+    if not trainer.is_fsdp_enabled:
+        return dict(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(trainer.model_wrapped, options=options)
 
 
 def save_model(

@@ -1,15 +1,20 @@
 """What trains and what does not, profiles, intervals, checkpoints."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+import tail_runs
 import torch
 from conftest import tiny_recipe
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
@@ -17,11 +22,12 @@ from tailtune.kinds.chat.prompt import encode_row
 from tailtune.kinds.chat.train import count_truncated
 from tailtune.recipe.schema import Hardware, LastLayers
 from tailtune.train import hardware
-from tailtune.train.arguments import num_steps, sft_config
-from tailtune.train.callbacks import peak_memory_bytes
+from tailtune.train.arguments import check_trainer_arguments, num_steps, sft_config
+from tailtune.train.callbacks import WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
 from tailtune.train.weights import decoder_layers, save_model, select_trainable
+from tailtune.training_key import training_key
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -70,6 +76,52 @@ def test_bf16_keeps_fp32_master_weights_where_it_trains_only(tmp_path: Path) -> 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+SHARD = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tail_runs import new_model
+from tailtune.train.weights import decoder_layers, save_model, whole_state_dict
+dist.init_process_group("gloo")
+model = new_model("llama")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+for layer in decoder_layers(model):
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+state_dict = whole_state_dict(model, SimpleNamespace(is_fsdp_enabled=True, model_wrapped=model))
+if dist.get_rank() == 0:
+    save_model(model, state_dict, Path(sys.argv[1]), torch.float32)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_weights_that_two_ranks_share_are_saved_whole(tmp_path: Path) -> None:
+    """FSDP2 on the CPU, without Trainer: accelerate shards on accelerators only."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               str(write(tmp_path / "shard.py", SHARD)), str(tmp_path / "model")]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, check=True, timeout=120, env=environment)
+    saved, model = load_file(tmp_path / "model" / "model.safetensors"), tail_runs.new_model("llama")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_all_weights_train_embeddings_and_norms_included() -> None:
+    model = new_model("smollm3", tie_word_embeddings=True).to(torch.bfloat16)
+    select_trainable(model, "all")
+    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_survival_trains_13_62_percent_of_smollm3_3b() -> None:
@@ -209,3 +261,48 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     remove_incomplete(tmp_path)
     assert not truncated.exists() and not interrupted.exists()
     assert sorted(step_of(p) for p in tmp_path.iterdir()) == [-1, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [
+        (["tensorbord"], "report_to: 'tensorbord' is not known, did you mean 'tensorboard'"),
+        ("nothing", "report_to: 'nothing' is not known"),
+        (["tensorboard", "neptune"], "report_to: the package of 'neptune' is not installed; install it"),
+    ],
+)
+def test_a_reporter_that_cannot_report_is_refused(report_to: object, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"stages.0.trainer.{message}")):
+        check_trainer_arguments(tiny_recipe(**{"stages.0.trainer.report_to": report_to}))
+
+
+@pytest.mark.parametrize("report_to", ["none", "tensorboard", ["tensorboard"], []])
+def test_a_reporter_that_is_there_is_accepted(report_to: object) -> None:
+    check_trainer_arguments(tiny_recipe(**{"stages.0.trainer.report_to": report_to}))
+
+
+def test_a_stage_does_not_depend_on_the_settings_of_others(prepared: Path) -> None:
+    """The schema takes one stage today; the key has to be right before there are several."""
+    recipe = tiny_recipe()
+    first = recipe.stages[0]
+    later = [first.model_copy(update={"name": "second", "loss": loss}) for loss in ("answer", "all")]
+    keys = [
+        [training_key(both, stage, prepared / "data", prepared / "base") for stage in both.stages]
+        for both in (recipe.model_copy(update={"stages": [first, other]}) for other in later)
+    ]
+    assert keys[0][0] == keys[1][0]
+    assert keys[0][1] != keys[1][1]
+    assert training_key(recipe, first, prepared / "data", prepared / "base") == keys[0][0]
+
+
+def test_progress_is_a_file_for_the_launcher(tmp_path: Path) -> None:
+    progress = WriteProgress(tmp_path / "progress.json")
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
+    progress.on_log(None, state, None, {"loss": 2.5, "grad_norm": float("nan"), "learning_rate": 1e-3, "epoch": 1.0})
+    progress.on_log(None, state, None, {"eval_loss": 2.25})
+    written = json.loads((tmp_path / "progress.json").read_text())
+    assert (written["step"], written["max_steps"]) == (3, 9) and written["remaining_seconds"] >= 0
+    assert written["train"] == {"loss": 2.5, "grad_norm": None, "learning_rate": 1e-3}
+    assert written["eval"] == {"eval_loss": 2.25}
+    progress.on_log(None, SimpleNamespace(is_world_process_zero=False), None, {"loss": 0.0})
+    assert json.loads((tmp_path / "progress.json").read_text()) == written
