@@ -1,9 +1,8 @@
-"""The recipe: WHAT is trained, on what, and when it is good enough. Data only, no torch, no kfp.
+"""Load recipes and override their values.
 
-A recipe is a YAML file. Values are overridden, in this order of precedence, by the recipe's own
-`local:` overlay (laptop runs only), by run parameters (`-p`, the dashboard) and by environment
-variables of the training container. Every override is a dotted key, for example
-`stages.0.trainer.learning_rate`; `PARAMETERS` gives the common ones a short name.
+A recipe is a YAML file. Its values are overridden by its own `local:` overlay (local runs only), then by run parameters
+(`-p`, the dashboard), then by environment variables of the training container. An override names a dotted key, for
+example `stages.0.trainer.learning_rate`; `PARAMETERS` has short names for the common ones.
 """
 
 import json
@@ -46,12 +45,14 @@ ENVIRONMENT: dict[str, str] = {
     "LEARNING_RATE": "learning_rate",
 }
 """Environment variable of the training container → run parameter."""
+FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
+"""Mappings whose keys the user chooses."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with floats and booleans of 1.2: `5e-5` is a number and `off` a text, unlike in PyYAML's YAML 1.1.
+    """Reads floats and booleans as YAML 1.2 does: `5e-5` is a number and `off` a string, unlike in PyYAML's YAML 1.1.
 
-    A key that stands twice is an error: PyYAML would take the last one without a word.
+    A duplicate key is an error; PyYAML would silently take the last one.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -59,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark)
             seen |= {key.value} if isinstance(key.value, str) else set()
         return node
 
@@ -79,20 +80,20 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML text → plain values."""
+    """Return the plain values of a YAML text."""
     return yaml.load(text, Loader=_Loader)
 
 
 def list_recipes() -> list[str]:
-    """Names of the built-in recipes."""
+    """Return the names of the built-in recipes."""
     return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
 
 
 def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
-    """A built-in recipe by name, or a user's file by path.
+    """Load a built-in recipe by name, or a user's file by path.
 
-    Paths in the file (`data.source`, `model.base_model`, also in `local:`) are relative to the
-    file. Raises UserError that names the field and the remedy.
+    Paths in the file (`data.source`, `model.base_model`, also in `local:`) are relative to the file. Raises UserError
+    that names the field and the remedy.
     """
     text = os.fspath(name_or_path)
     if text in list_recipes():
@@ -100,43 +101,47 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
     elif text.endswith((".yaml", ".yml", ".json")) or os.sep in text:
         path = Path(text)
     else:
-        raise UserError(f"no recipe '{text}'{did_you_mean(text, list_recipes())}; built in: "
-                        f"{', '.join(list_recipes())}; or give a path that ends in .yaml")  # fmt: skip
+        raise UserError(
+            f"no recipe '{text}'{did_you_mean(text, list_recipes())}",
+            f"built in: {', '.join(list_recipes())}; or give a path that ends in .yaml",
+        )
     try:
         content = path.read_text(encoding="utf-8")
         raw = json.loads(content) if path.suffix == ".json" else parse_yaml(content)
     except FileNotFoundError:
-        raise UserError(f"recipe file {path} does not exist; check the path, or see --list") from None
+        raise UserError(f"recipe file {path} does not exist", "check the path, or see --list") from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe file {path} cannot be read: {error}; give a readable YAML file") from None
+        raise UserError(f"recipe file {path} cannot be read: {error}", "give a readable YAML file") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"recipe file {path}: {error}; correct the JSON") from None
+        raise UserError(f"recipe file {path}: {error}", "correct the JSON") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"recipe file {path}{line}: {problem}; correct the YAML") from None
+        raise UserError(f"recipe file {path}{line}: {problem}", "correct the YAML") from None
     if not isinstance(raw, dict):
         raise UserError(
-            f"recipe file {path} holds no mapping; start from a built-in one (tailtune/recipes/survival.yaml)"
+            f"recipe file {path} holds no mapping", "start from a built-in one (tailtune/recipes/survival.yaml)"
         )
     return _validate(_with_absolute_paths(raw, path.parent), source=str(path))
 
 
 def parse_recipe(text: str) -> Recipe:
-    """A recipe from its JSON form, the pipeline's parameter. Raises UserError."""
+    """Return the recipe of a JSON text, the form in which it is a parameter of the pipeline. Raises UserError."""
     try:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"parameter 'recipe' is no JSON ({error}); leave it at its default, or paste the "
-                        "value of `recipe` that `pipeline.py --dry-run` prints") from None  # fmt: skip
+        raise UserError(
+            f"parameter 'recipe' is not JSON ({error})",
+            "leave it at its default, or paste the value of `recipe` that `pipeline.py --dry-run` prints",
+        ) from None
     if not isinstance(raw, dict):
-        raise UserError("parameter 'recipe' is no JSON object; leave it at its default")
+        raise UserError("parameter 'recipe' is not a JSON object", "leave it at its default")
     return _validate(raw, source="parameter 'recipe'")
 
 
 def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe with run parameters and dotted keys replaced. Raises UserError on unknown keys."""
+    """Return the recipe with run parameters and dotted keys replaced. Raises UserError for unknown keys."""
     if not overrides:
         return recipe
     raw = recipe.model_dump(mode="json")
@@ -146,21 +151,21 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def with_local_overlay(recipe: Recipe) -> Recipe:
-    """The recipe as it runs on this machine."""
+    """Return the recipe with its own `local:` overrides, as it runs on this machine."""
     try:
         return with_overrides(recipe, recipe.local)
     except UserError as error:
-        raise UserError(f"the recipe's local: overlay: {error}") from None
+        raise UserError(f"the recipe's local: overlay: {error.problem}", error.remedy) from None
 
 
 def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
-    """The recipe with the training container's variables (`EPOCHS`, …) on top: they win."""
-    found = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
-    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(text) for name, text in found.items()})
+    """Return the recipe with the training container's variables (`EPOCHS`, …), which override everything else."""
+    texts = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
+    return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(text) for name, text in texts.items()})
 
 
 def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
-    """`KEY=VALUE` texts → overrides. Raises UserError on a text without `=`."""
+    """Return the overrides of `KEY=VALUE` texts. Raises UserError for a text without `=`."""
     overrides = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -171,9 +176,9 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The typed value of a `-p KEY=VALUE` text: a YAML scalar, list or `{a: 1}`.
+    """Return the typed value of a `-p KEY=VALUE` text: a YAML scalar, list or `{a: 1}`.
 
-    `{answer}` and `Answer: briefly`, mappings in YAML, are texts.
+    `{answer}` and `Answer: briefly` are mappings in YAML, but here they are strings.
     """
     try:
         value = parse_yaml(text) if text.strip() else text
@@ -184,32 +189,32 @@ def parse_value(text: str) -> Any:
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Replace one value of the raw recipe by its parameter name or dotted key."""
+    """Set one value of the raw recipe by parameter name or dotted key."""
     path = PARAMETERS.get(key, key).split(".")
-    at: Any = raw
+    parent: Any = raw
     for depth, part in enumerate(path):
-        last = depth == len(path) - 1
+        is_last = depth == len(path) - 1
         prefix = ".".join(path[:depth])
-        if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
-                raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(at) - 1}")
+        if isinstance(parent, list):
+            if not part.isdigit() or int(part) >= len(parent):
+                raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(parent) - 1}")
             index: Any = int(part)
-        elif isinstance(at, dict):
-            free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local", "environment", "node_selector")
-            if part in RENAMED and part not in at:
+        elif isinstance(parent, dict):
+            has_free_keys = depth >= 1 and path[depth - 1] in FREE_KEYS
+            if part not in parent and part in RENAMED:
                 raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
-            if part not in at and not (free and last):
-                known = [f"{prefix}.{name}" if prefix else name for name in at]
+            if part not in parent and not (has_free_keys and is_last):
+                known = [f"{prefix}.{name}" if prefix else name for name in parent]
                 known += list(PARAMETERS) if depth == 0 else []
-                raise UserError(f"unknown key '{key}'{did_you_mean('.'.join(path[: depth + 1]), known)}; "
-                                f"known here: {', '.join(known)}")  # fmt: skip
+                hint = did_you_mean(".".join(path[: depth + 1]), known)
+                raise UserError(f"unknown key '{key}'{hint}", f"known here: {', '.join(known)}")
             index = part
         else:
-            raise UserError(f"unknown key '{key}': '{prefix}' is a single value; set that")
-        if last:
-            at[index] = value
+            raise UserError(f"unknown key '{key}': '{prefix}' is a single value", "set that")
+        if is_last:
+            parent[index] = value
         else:
-            at = at[index]
+            parent = parent[index]
 
 
 def _validate(raw: dict[str, Any], source: str) -> Recipe:
@@ -224,7 +229,7 @@ def _validate(raw: dict[str, Any], source: str) -> Recipe:
 
 
 def _describe(problem: Any) -> str:
-    """One of pydantic's errors: the field, what is wrong, and the remedy."""
+    """Describe one of pydantic's errors: the field, what is wrong, and the remedy."""
     key = [part for part in problem["loc"] if not str(part).startswith("<")]  # without the tags of a union
     field = ".".join(map(str, key)) or "recipe"
     if problem["type"] == "extra_forbidden":
@@ -238,7 +243,7 @@ def _describe(problem: Any) -> str:
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:
-    """Field names of the configuration class at a location of the recipe."""
+    """Return the field names of the configuration class at a location of the recipe."""
     kind: Any = Recipe
     for part in location:
         if isinstance(part, int):
@@ -248,7 +253,7 @@ def _fields_at(location: Sequence[Any]) -> list[str]:
 
 
 def _config_classes(annotation: Any) -> Iterator[type[Config]]:
-    """The configuration classes in a type, for example `Stage` in `list[Stage]`."""
+    """Yield the configuration classes in a type, for example `Stage` in `list[Stage]`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
@@ -256,14 +261,14 @@ def _config_classes(annotation: Any) -> Iterator[type[Config]]:
 
 
 def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resolve the file paths that a recipe file names against the file's own folder."""
+    """Resolve the paths in a recipe file against the file's own folder."""
 
     def resolved(value: Any) -> Any:
         if not isinstance(value, str) or "://" in value:
             return value
         own = (folder / Path(value).expanduser()).resolve()
         if not own.exists() and value.startswith("samples/") and (BUILT_IN / value).exists():
-            return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the samples that came with it
+            return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the built-in samples
         return str(own) if own.exists() or value.startswith(("./", "../", "~", "samples/")) else value
 
     for section, field in (("data", "source"), ("model", "base_model")):

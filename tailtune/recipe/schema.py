@@ -1,4 +1,4 @@
-"""The recipe: WHAT is trained, on what, and when it is good enough. Data only, no torch, no kfp."""
+"""The schema of a recipe: what is trained, on which data, and when it is good enough. Imports neither torch nor kfp."""
 
 import difflib
 import json
@@ -17,32 +17,32 @@ Quantity = Annotated[
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
     Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$"),
 ]
-"""Kubernetes' notation of an amount: `6`, `500m`, `20Gi`."""
+"""A quantity as Kubernetes writes it: `6`, `500m`, `20Gi`."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-"""Of an object of Kubernetes."""
+"""Name of a Kubernetes object."""
 
 
 class SmallModel(Config):
-    """A model of the recipe's own architecture that is built, not downloaded: for laptops and tests."""
+    """A small model of the recipe's architecture, built instead of downloaded: for laptops and tests."""
 
     model_type: str
-    """Transformers' name of the architecture, for example `smollm3`."""
+    """The architecture's name in Transformers, for example `smollm3`."""
     vocab_size: Annotated[int, Field(ge=300)]
-    """Tokens of the byte-level BPE tokenizer that is trained on the data (256 are the bytes)."""
+    """Size of the byte-level BPE tokenizer that is trained on the data; 256 of its tokens are the bytes."""
     hidden_size: Annotated[int, Field(ge=8)]
     intermediate_size: Annotated[int, Field(ge=8)]
     num_layers: Annotated[int, Field(ge=1)]
     num_heads: Annotated[int, Field(ge=1)]
     num_key_value_heads: Annotated[int, Field(ge=1)]
     pretrain_steps: Annotated[int, Field(ge=0)]
-    """Steps of pretraining on plain text, so that "before" is more than noise."""
+    """Pretraining steps on plain text, so that the base model is more than noise."""
     pretrain_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "SmallModel":
         for size, number in (("hidden_size", "num_heads"), ("num_heads", "num_key_value_heads")):
             if getattr(self, size) % getattr(self, number):
-                raise ValueError(f"{size} {getattr(self, size)} is no multiple of {number} {getattr(self, number)}")
+                raise ValueError(f"{size} {getattr(self, size)} is not a multiple of {number} {getattr(self, number)}")
         return self
 
 
@@ -50,7 +50,7 @@ class Model(Config):
     base_model: Annotated[str, Field(min_length=1)]
     """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
     revision: str = "main"
-    """Branch, tag or commit on the hub; the commit is recorded at the first fetch and kept."""
+    """Branch, tag or commit on the hub. The commit is recorded at the first fetch, and later fetches keep it."""
     small: SmallModel | None = None
 
     @model_validator(mode="after")
@@ -66,14 +66,14 @@ class Data(Config):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     format: Literal["auto", "json", "jsonl", "csv", "txt", "parquet"] = "auto"
     columns: Annotated[dict[str, str], Field(min_length=1)]
-    """Column of the Parquet file → template over the source's columns, `For {topic}, {question}`."""
+    """Column of the Parquet file → template over the source's columns, for example `For {topic}, {question}`."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     split_by: str
-    """The column whose value decides the side of the split: equal values never stand on both."""
+    """The column that decides between training and validation: rows with equal values are on the same side."""
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
     skip_unchanged: bool = False
-    """End a run early, with a note, when data and settings are those of the recipe's last promoted run."""
+    """End a run early, with a note, when data and settings equal those of the recipe's last promoted run."""
 
     @model_validator(mode="after")
     def _templates_are_sound(self) -> "Data":
@@ -148,12 +148,12 @@ class Stage(Config):
     train_weights: TrainWeights
     """Which weights train: `{last_layers: 2, head: true}`, or `all`, embeddings and norms included."""
     loss: Literal["answer", "all"] = "answer"
-    """Positions that carry a label: the answer's tokens, or all."""
+    """Which tokens carry a label: those of the answer, or all."""
     tail: TailSettings = TailSettings()
     scale_learning_rate: bool = True
     """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
     trainer: dict[str, Any]
-    """Arguments of `trl.SFTConfig`, passed through and checked before anything runs."""
+    """Arguments of `trl.SFTConfig`, checked before anything runs and then passed on."""
 
     @model_validator(mode="after")
     def _trainer_has_the_run_parameters(self) -> "Stage":
@@ -161,7 +161,9 @@ class Stage(Config):
             value = self.trainer.get(name)
             if name not in self.trainer:
                 near = difflib.get_close_matches(name, self.trainer, n=1)
-                raise ValueError(f"trainer.{name} is missing{f'; is it meant by {near[0]!r}?' if near else '; add it'}")
+                raise ValueError(
+                    f"trainer.{name} is missing{f'; did you misspell it as {near[0]!r}?' if near else '; add it'}"
+                )
             if name == "per_device_train_batch_size" and isinstance(value, float) and value % 1:
                 raise ValueError(f"trainer.{name} must be a whole number, found {value!r}")
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -191,45 +193,45 @@ class Resources(Config):
     """One rank per GPU; without a GPU, processes on the CPU."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     shutdown_seconds: Annotated[int, Field(ge=1)] = 300
-    """Time that a checkpoint may take after SIGTERM before the ranks are killed."""
-    # of a pod, on a cluster; quantities as Kubernetes writes them
+    """How long the ranks may take to write a checkpoint after SIGTERM before they are killed."""
+    # Per pod, on a cluster:
     gpu: str = "nvidia.com/gpu"
-    """Name of the GPU resource; empty to train on the CPU."""
+    """Name of the GPU resource. Empty: train on the CPU."""
     cpu: Quantity = "6"
     cpu_request: Quantity = "4"
     memory: Quantity = "20Gi"
     memory_request: Quantity = "16Gi"
     job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
-    """What the training job is made as; `auto` takes what the cluster has, PyTorchJob first."""
+    """Kind of the training job. `auto` takes the first kind that the cluster has, PyTorchJob before TrainJob."""
     queue: str = ""
-    """LocalQueue of Kueue; empty where jobs do not queue."""
+    """Name of a Kueue LocalQueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
     node_selector: dict[str, str] = {}
     environment: dict[str, str] = {}
-    """Variables of the ranks, for example `{NCCL_DEBUG: INFO}`; secrets do not belong here."""
+    """Environment variables of the ranks, for example `{NCCL_DEBUG: INFO}`. Not for secrets."""
     start_seconds: Annotated[int, Field(ge=1)] = 3600
-    """How long all pods may take until they run: queue, node, image."""
+    """How long it may take until all pods run: queue, node, image."""
     deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
     """How long the whole job may take."""
 
 
 class ClusterNames(Config):
-    """What a cluster holds for the run, by name."""
+    """Names of the volume claims and secrets on a cluster."""
 
     data_claim: Name = "training-data-pvc"
-    """Volume claims. Several nodes need ReadWriteMany."""
+    """Volume claims. Training on several nodes needs ReadWriteMany."""
     models_claim: Name = "trained-models-pvc"
     workspace_claim: Name = "workspace-pvc"
     hf_secret: Name = "huggingface-token"
-    """Secrets, mounted as files into the steps that fetch; one that does not exist is left out. Key `token`."""
+    """Secrets are mounted as files into the steps that fetch; missing ones are ignored. Key of this one: `token`."""
     s3_secret: Name = "data-connection"
-    """Keys of an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
+    """Keys as in an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
     ca_secret: Name = "ca-bundle"
-    """Key `ca-bundle.crt`: certificates that are trusted besides the public ones."""
+    """Key `ca-bundle.crt`: certificates to trust in addition to the public ones."""
 
 
 class Hardware(Config):
-    """`auto` takes the value of the profile that fits the device found."""
+    """`auto` takes the value of the hardware profile that fits the device."""
 
     profile: str = "auto"
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -252,7 +254,7 @@ class Recipe(Config):
     cluster: ClusterNames = ClusterNames()
     hardware: Hardware = Hardware()
     local: dict[str, Any] = {}
-    """Dotted keys and values that apply to runs on this machine only."""
+    """Dotted keys and values that apply only to local runs."""
 
     @model_validator(mode="after")
     def _gate_metrics_are_measured(self) -> "Recipe":
@@ -280,8 +282,8 @@ class Recipe(Config):
             for column in template_fields(getattr(self.prompt, field)):
                 if column not in self.data.columns:
                     raise ValueError(
-                        f"prompt.{field} uses column '{column}', which data.columns does not make; "
-                        f"it makes {list(self.data.columns)}"
+                        f"prompt.{field} uses column '{column}', which data.columns does not define; "
+                        f"it defines {list(self.data.columns)}"
                     )
         if not template_fields(self.prompt.assistant):
             raise ValueError("prompt.assistant uses no column, so every answer would be the same; "
@@ -289,18 +291,18 @@ class Recipe(Config):
         return self
 
     def public_dump(self) -> dict[str, Any]:
-        """As plain values, without what an address may hide: for reports and summaries."""
+        """Return plain values for reports and summaries, without secrets in addresses."""
         dumped = self.model_dump(mode="json")
         dumped["data"]["source"] = without_secrets(self.data.source)
         return dumped
 
     def to_json(self) -> str:
-        """JSON: the form in which the recipe travels as one parameter of the pipeline."""
+        """Return the recipe as JSON, the form in which it is one parameter of the pipeline."""
         return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
 
 
 def without_secrets(source: str) -> str:
-    """An address without user, password and query, which may hold a signature: for logs and reports."""
+    """Return an address without user, password and query (a query may hold a signature), for logs and reports."""
     scheme, mark, rest = source.partition("://")
     if scheme not in ("http", "https"):
         return source

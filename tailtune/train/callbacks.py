@@ -22,11 +22,11 @@ from tailtune.manifest import write_json
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGINT: finish the step, save a checkpoint, stop. All ranks stop at the same step.
+    """On SIGTERM or SIGINT, finishes the step, saves a checkpoint and stops, at the same step on all ranks.
 
-    The signal reaches the ranks at different moments; a rank that stopped one step early would leave
-    the others waiting in the all-reduce. So the ranks agree after each step, over gloo on the CPU:
-    NCCL would cost a device synchronisation.
+    The signal reaches the ranks at different moments, and a rank that stopped one step early would leave the others
+    waiting in the all-reduce. So the ranks agree after each step, over gloo on the CPU: with NCCL, that would cost a
+    device synchronisation.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StopOnSignal(TrainerCallback):
         self.requested = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: before, there is nothing to save
+        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: before training there is nothing to save
             signal.signal(number, self._request)
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")

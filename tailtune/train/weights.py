@@ -98,7 +98,7 @@ def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, torc
     if not trainer.is_fsdp_enabled:
         return dict(model.state_dict())
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(trainer.model_wrapped, options=options)
+    return dict[str, torch.Tensor](get_model_state_dict(trainer.model_wrapped, options=options))
 
 
 def save_model(
