@@ -90,7 +90,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, torch.Tensor]:
+def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, Any]:
     """Return the model's state dict with every weight in full; with FSDP it is empty on all ranks but 0.
 
     All ranks have to call it: with FSDP, each rank holds a part of every weight, and gathering them is a collective.
@@ -98,12 +98,10 @@ def whole_state_dict(model: PreTrainedModel, trainer: Trainer) -> dict[str, torc
     if not trainer.is_fsdp_enabled:
         return dict(model.state_dict())
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict[str, torch.Tensor](get_model_state_dict(trainer.model_wrapped, options=options))
+    return get_model_state_dict(trainer.model_wrapped, options=options)
 
 
-def save_model(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype
-) -> None:
+def save_model(model: PreTrainedModel, state_dict: dict[str, Any], directory: Path, dtype: torch.dtype) -> None:
     """Save an ordinary Transformers model in one precision, loadable by `AutoModelForCausalLM`."""
     converted = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state_dict.items()

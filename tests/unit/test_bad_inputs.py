@@ -167,10 +167,9 @@ def train_layers(place: Place) -> None:
     from tailtune.train.hardware import plan_hardware
     from tailtune.train.weights import load_model, select_trainable
 
-    tiny = tiny_recipe()
-    select_trainable(
-        load_model(place.prepared / "base", plan_hardware(tiny.hardware, 2, 1)), LastLayers(last_layers=99)
-    )
+    weights = LastLayers(last_layers=99)
+    model = load_model(place.prepared / "base", plan_hardware(tiny_recipe().hardware, 2, 1), weights)
+    select_trainable(model, weights)
 
 
 def long_question(place: Place) -> None:
