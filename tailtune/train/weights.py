@@ -1,28 +1,40 @@
 """The model as it trains: head untied, everything below the last layers frozen, master weights in fp32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.recipe.schema import LastLayers
 from tailtune.train.hardware import HardwarePlan
 
 
+@contextmanager
+def explain_unreadable(directory: Path) -> Iterator[None]:
+    """Raise UserError when a model or tokenizer that is loaded in this block is not in `directory`."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"no model can be loaded from {directory}: {one_line(error)}",
+            "give the directory of a Transformers model with its tokenizer",
+        ) from None
+
+
+def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
+    """A causal language model from a local directory, with `from_pretrained`'s options. Raises UserError."""
+    with explain_unreadable(directory):
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+
+
 def load_model(directory: Path, choice: HardwarePlan) -> PreTrainedModel:
     """The base model in the compute precision. Raises UserError when the directory holds none."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=choice.dtype, attn_implementation=choice.attention, local_files_only=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise UserError(f"no model can be loaded from {directory}: {line}; give a directory that "
-                        "AutoModelForCausalLM reads, or a hub name") from None  # fmt: skip
-
+    model = load_causal_lm(directory, dtype=choice.dtype, attn_implementation=choice.attention)
     generation = model.generation_config
     if generation is not None and not generation.do_sample:
         # settings of sampling without sampling: saving a checkpoint would refuse them
