@@ -59,6 +59,7 @@ def render_report(data: ReportData, table: MetricTable) -> str:
             as_number(metrics.get(f"base_{loss.name}")) if loss else None,
         ),
         metric_rows=[_metric_row(metric, metrics) for metric in table.metrics],
+        generated_metrics=" and ".join(m.label for m in table.metrics if m.of_generated and m.better != "neither"),
         other_metrics=_other_metrics(table, metrics),
         recipe_yaml=yaml.safe_dump(data.recipe, sort_keys=False, allow_unicode=True),
         gpu_utilisation=mean(history_points(data.history, "train", "gpu_utilisation_percent")),
