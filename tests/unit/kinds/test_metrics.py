@@ -1,5 +1,6 @@
 """Every kind declares its metrics once, without torch, and its evaluation measures exactly these."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,19 @@ def test_the_recipe_refuses_a_metric_that_the_kind_does_not_measure() -> None:
     known = ", ".join(metric_table("chat").labels)
     with pytest.raises(ValueError, match=f"metric 'xyz' is not measured; measured: {known}"):
         tiny_recipe(**{"gate.0.metric": "xyz"})
+
+
+@pytest.mark.parametrize(
+    "file", ["recipe/schema.py", "evaluate.py", "gate.py", "report/page.py", "report/report.html.j2"]
+)
+def test_no_metric_is_named_outside_its_kind(file: str) -> None:
+    text = (Path(kinds.__file__).parents[1] / file).read_text(encoding="utf-8")
+    for kind in KINDS:
+        table = metric_table(kind)
+        names = {*table.labels, table.headline.name, *(metric.label for metric in table.metrics)}
+        assert [name for name in names if name in text] == []
+
+
+@pytest.mark.parametrize("file", [*Path(kinds.__file__).parent.rglob("*.py")], ids=lambda path: path.name)
+def test_a_kind_does_not_import_the_recipe(file: Path) -> None:
+    assert not re.search(r"^ *(from|import) tailtune\.recipe", file.read_text(encoding="utf-8"), re.MULTILINE)
