@@ -1,4 +1,4 @@
-"""Evaluate base and tuned on the validation rows."""
+"""Evaluate base and tuned model on the validation rows."""
 
 from kfp import dsl
 from kfp.dsl import Metrics, Output
@@ -14,14 +14,12 @@ def evaluate_model(run: str, data_dir: str, base_model_dir: str, tuned_model_dir
 
     from tailtune.evaluate import evaluate_models
     from tailtune.log import step
-    from tailtune.run import Run
+    from tailtune.run import DATA_FILE, Run
 
     with step("evaluate"):
         this = Run.from_json(run)
-        document = evaluate_models(
-            this.recipe, Path(data_dir) / "data.parquet", Path(base_model_dir), Path(tuned_model_dir),
-            this.evaluation_path,
-        )  # fmt: skip
+        data, base, tuned = Path(data_dir) / DATA_FILE, Path(base_model_dir), Path(tuned_model_dir)
+        document = evaluate_models(this.recipe, data, base, tuned, this.evaluation_path)
         for name, value in document["metrics"].items():
             if math.isfinite(value):
                 metrics.log_metric(name, value)

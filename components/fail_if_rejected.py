@@ -1,4 +1,4 @@
-"""End a run whose model did not pass the gate as failed, with the verdict as the last words."""
+"""Fail a run whose model did not pass the gate; the last line of its log is the verdict."""
 
 from kfp import dsl
 

@@ -1,4 +1,4 @@
-"""Judge the evaluation by the recipe's rules. The task itself succeeds, so that the verdict survives."""
+"""Judge the evaluation by the recipe's rules. The task itself succeeds, so that the verdict is kept as an artifact."""
 
 from kfp import dsl
 from kfp.dsl import Artifact, Markdown, Output
@@ -8,7 +8,7 @@ from tailtune import images
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: Output[Markdown]) -> str:
-    """Return `pass` or `fail`; the verdict itself is an artifact, as JSON and as a page."""
+    """Return `pass` or `fail`; write the verdict as an artifact, as JSON and as a page."""
     from pathlib import Path
 
     from tailtune.gate import judge_file, verdict_markdown

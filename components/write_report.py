@@ -8,7 +8,7 @@ from tailtune import images
 
 @dsl.component(base_image=images.TRAINER, install_kfp_package=False)
 def write_report(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
-    """Return the path of the report, which is an artifact too."""
+    """Return the path of the report, which is also an artifact."""
     import shutil
     from pathlib import Path
 

@@ -98,7 +98,7 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
     if missing := [name for name in resolved.data.columns if name not in table.column_names]:
         raise UserError(f"{data_dir / 'data.parquet'} has no column '{missing[0]}', it has "
                         f"{', '.join(table.column_names)}; give the data of a run of this recipe")  # fmt: skip
-    click.echo(json.dumps(compare_models(resolved, table, models), indent=2, ensure_ascii=False))
+    click.echo(json.dumps(compare_models(resolved, data_dir / "data.parquet", models), indent=2, ensure_ascii=False))
 
 
 @main.command()

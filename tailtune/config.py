@@ -1,4 +1,4 @@
-"""The base class of every configuration, and the templates over columns."""
+"""The base class of every configuration, and templates over the columns of a row."""
 
 import string
 from collections.abc import Mapping
@@ -8,11 +8,16 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
+    """Frozen; refuses unknown keys and numbers that are not finite."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def template_fields(template: str) -> list[str]:
-    """The `{names}` of a template, in order. Raises ValueError on broken braces and on `{a:b}`, `{a!r}`."""
+    """The `{names}` of a template such as `For {topic}, {question}`, in order.
+
+    Raises ValueError on broken braces, and on `{a:b}` and `{a!r}`.
+    """
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -24,7 +29,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """`For {topic}, {question}` with the row's values."""
+    """The template with the row's values in place of its `{names}`. Braces in a value stay as they are."""
     return "".join(
         literal + (str(row[name]) if name else "") for literal, name, _, _ in string.Formatter().parse(template)
     )

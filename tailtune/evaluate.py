@@ -1,23 +1,15 @@
-"""Base against tuned on the validation rows: teacher-forced loss and generated answers.
+"""Base against tuned on the validation rows. The kind scores one model; this compares the two and writes the result."""
 
-Losses are per answer token, the end mark included, over identical prompts. The floor is a unigram
-model of the training answers: whatever does not beat it has learned no more than word frequencies.
-"""
-
+import math
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from tailtune.kinds.chat.evaluate import evaluate_model
+from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
-from tailtune.manifest import RESULTS_VERSION, directory_identity, read_json, sha256_file, sha256_json, write_json
-from tailtune.parquet.split import split_rows
+from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity, read_json, sha256_json, write_json
+from tailtune.metrics import FEW_ROWS, MetricTable, ModelScores
+from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
-
-FEW_ROWS = 30
-"""Below it, figures may be chance, and the terminal and the report say so."""
 
 
 def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output: Path) -> dict[str, Any]:
@@ -29,46 +21,65 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
         "recipe": recipe.model_dump(mode="json", include={"prompt", "generation", "evaluation", "seed", "data"}),
         "version": RESULTS_VERSION,
         "models": [directory_identity(base), directory_identity(tuned)],
-        "data": sha256_file(data),
+        "data": content_sha256(data.parent, data.name),
     })  # fmt: skip
-    if (done := read_json(output)) and done.get("key") == key:
+    if (old := read_json(output)) and old.get("key") == key:
         log.info("evaluate: %s is complete", output.name)
-        return dict(done)
-    table = pq.read_table(data)
-    document = {"key": key, **compare_models(recipe, table, {"base": base, "tuned": tuned})}
+        return dict(old)
+    document = {"key": key, **compare_models(recipe, data, {"base": base, "tuned": tuned})}
     write_json(output, document)
-    metrics = document["metrics"]
-    log.info("evaluate: answer loss %.4f, base %.4f, unigram floor %.4f (nats per token, %d validation rows)",
-             metrics["tuned_answer_loss"], metrics["base_answer_loss"], metrics["unigram_answer_loss"],
-             document["num_rows"])  # fmt: skip
-    if document["num_rows"] < FEW_ROWS:
-        log.warning("evaluate: %d validation rows are few: these figures may be chance", document["num_rows"])
+    _log_headline(metric_table(recipe.stages[0].kind), document["metrics"], document["num_rows"])
     return document
 
 
-def compare_models(recipe: Recipe, table: pa.Table, models: dict[str, Path]) -> dict[str, Any]:
-    """Evaluate `tuned`, and `base` where it is given, on the validation rows of `table`.
+def compare_models(recipe: Recipe, data: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """Evaluate `tuned`, and `base` where it is given, on the validation rows of a Parquet file.
 
-    Metrics carry the model's name in front; `unigram_answer_loss` is that of the tuned tokenizer.
+    The metrics' names are those of the kind's `MetricTable`. Raises UserError when a model cannot be loaded or the
+    data cannot be split.
     """
-    train, validation = split_rows(table, recipe.data.split_by, recipe.data.validation_share, recipe.seed)
-    results = {name: evaluate_model(recipe, path, train, validation) for name, path in models.items()}
-    metrics = {f"{name}_{metric}": value for name, r in results.items() for metric, value in r["metrics"].items()}
-    metrics["unigram_answer_loss"] = results["tuned"]["unigram_answer_loss"]
-    metrics["answer_loss_vs_unigram"] = metrics["tuned_answer_loss"] / metrics["unigram_answer_loss"]
-    if "base" in models:
-        metrics["answer_loss_vs_base"] = metrics["tuned_answer_loss"] / metrics["base_answer_loss"]
-    answers = zip(*(r["examples"] for r in results.values()), strict=True)
+    kind, table = kind_module(recipe.stages[0].kind, "evaluate"), metric_table(recipe.stages[0].kind)
+    train, validation = read_split(recipe, data)
+    scores: dict[str, ModelScores] = {
+        side: kind.evaluate_model(directory, validation, recipe.prompt, recipe.generation, recipe.evaluation)
+        for side, directory in models.items()
+    }
+    metrics = {f"{side}_{name}": value for side, score in scores.items() for name, value in score.metrics.items()}
+    if table.floor:  # by the tuned model's tokenizer
+        floor = kind.measure_floor(models["tuned"], train, validation, recipe.prompt)
+        metrics[table.headline_of(table.floor.name)] = floor
+    metrics |= _ratios(table, metrics)
+    examples = zip(*(score.examples for score in scores.values()), strict=True)
     return {
         "num_rows": validation.num_rows,
-        "num_generated": results["tuned"]["num_generated"],
+        "num_generated": scores["tuned"].num_generated,
         "metrics": metrics,
         "examples": [
-            {
-                "question": row[0]["question"],
-                "reference": row[0]["reference"],
-                **{name: example["answer"] for name, example in zip(results, row, strict=True)},
-            }
-            for row in answers
+            {name: text for name, text in row[0].items() if name != "answer"}
+            | {side: example["answer"] for side, example in zip(scores, row, strict=True)}
+            for row in examples
         ],
     }
+
+
+def _ratios(table: MetricTable, metrics: dict[str, float]) -> dict[str, float]:
+    """The tuned model's headline divided by the floor and by the base model's, where they were measured."""
+    tuned = metrics[table.headline_of("tuned")]
+    sides = [table.floor.name] if table.floor else []
+    values = {side: metrics.get(table.headline_of(side)) for side in [*sides, "base"]}
+    return {
+        f"{table.headline.name}_vs_{side}": tuned / value if value else math.nan
+        for side, value in values.items()
+        if value is not None
+    }
+
+
+def _log_headline(table: MetricTable, metrics: dict[str, float], num_rows: int) -> None:
+    """Log the headline of both models and its floor; warn where few rows were measured."""
+    values = f"{metrics[table.headline_of('tuned')]:.4f}, base {metrics[table.headline_of('base')]:.4f}"
+    if table.floor:
+        values += f", {table.floor.name} floor {metrics[table.headline_of(table.floor.name)]:.4f}"
+    unit = f"{table.headline.unit}, " if table.headline.unit else ""
+    log.info("evaluate: %s %s (%s%d validation rows)", table.headline.name.replace("_", " "), values, unit, num_rows)
+    if num_rows < FEW_ROWS:
+        log.warning("evaluate: %d validation rows are few: these figures may be due to chance", num_rows)

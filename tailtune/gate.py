@@ -1,4 +1,4 @@
-"""The promotion gate: the recipe's rules against the evaluation's metrics. It fails closed."""
+"""The promotion gate: the recipe's rules against the evaluation's metrics. What cannot be judged fails."""
 
 import math
 import operator
@@ -15,13 +15,13 @@ COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": oper
 
 
 def judge(rules: Sequence[GateRule], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict: `passed`, and per rule its value and, where it failed, the reason.
+    """The verdict: `passed`, and for each rule its value and, where it failed, the reason.
 
-    A metric that is missing, not a number, infinite or of another type fails its rule. No rules at
-    all fail too: nothing was checked.
+    A metric that is missing, NaN, infinite or not a number fails its rule. An empty list of rules fails as well,
+    because nothing was checked.
     """
-    judged = [_judge_rule(rule, metrics) for rule in rules]
-    return {"passed": bool(judged) and all(rule["passed"] for rule in judged), "rules": judged}
+    results = [_judge_rule(rule, metrics) for rule in rules]
+    return {"passed": bool(results) and all(result["passed"] for result in results), "rules": results}
 
 
 def _judge_rule(rule: GateRule, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,12 +50,12 @@ def _judge_rule(rule: GateRule, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # JSON's integers have no limit
+    except OverflowError:  # integers in JSON have no limit
         return False
 
 
 def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]:
-    """Judge an `evaluation.json` and write the verdict (JSON); an equal one is left untouched."""
+    """Judge an `evaluation.json`, log the verdict and write it (JSON). An equal file is left untouched."""
     document = read_json(evaluation)
     metrics = document.get("metrics") if isinstance(document, dict) else None
     verdict = judge(recipe.gate, metrics if isinstance(metrics, dict) else {})
@@ -66,14 +66,14 @@ def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]
 
 
 def raise_verdict(verdict_path: Path, report: str) -> NoReturn:
-    """Raise UserError with the rules that failed. Source of the run's last words."""
+    """Raise UserError with the rules that failed: the last line of the run's log."""
     verdict = read_json(verdict_path)
-    failed = [f"{rule['metric']}: {rule['reason']}" for rule in verdict["rules"] if not rule["passed"]]
-    raise UserError(f"the model did not pass the gate ({'; '.join(failed)}); see {report}")
+    failures = [f"{rule['metric']}: {rule['reason']}" for rule in verdict["rules"] if not rule["passed"]]
+    raise UserError(f"the model did not pass the gate ({'; '.join(failures)})", f"see {report}")
 
 
 def verdict_lines(verdict: Mapping[str, Any]) -> list[str]:
-    """The verdict for a terminal, a line a rule."""
+    """The verdict for a terminal, one line for each rule."""
     lines = [f"gate {'passed' if verdict['passed'] else 'FAILED'}"]
     for rule in verdict["rules"]:
         value = _cell(rule["value"]) or "—"
@@ -84,7 +84,7 @@ def verdict_lines(verdict: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_markdown(verdict: Mapping[str, Any]) -> str:
-    """The verdict as a page of the dashboard."""
+    """The verdict as a page for the dashboard."""
     rows = [
         f"| {rule['metric']} | {_cell(rule['value'])} | {rule['comparison']} {rule['threshold']:g} "
         f"| {'pass' if rule['passed'] else '**FAIL**'} | {_cell(rule['reason'])} |"

@@ -1,0 +1,26 @@
+"""What is learned: one folder for each kind of training, found by the `kind` of a recipe's stage.
+
+Nothing else imports a kind by its name, apart from the recipe's schema. Each folder has the same files:
+
+- `config.py`: the kind's settings, and `METRICS`, its `MetricTable`. Imports no torch.
+- `evaluate.py`: `evaluate_model` scores one model; `measure_floor` is needed where `METRICS` has a floor.
+- `sections.py`: `write_demo` asks both models the demo questions for the report.
+
+No file of a kind imports `tailtune.recipe`: functions take the settings that they need.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from tailtune.metrics import MetricTable
+
+
+def kind_module(kind: str, name: str) -> Any:
+    """The module `name` of a kind: `kind_module("chat", "evaluate")`."""
+    return import_module(f"{__name__}.{kind}.{name}")
+
+
+def metric_table(kind: str) -> MetricTable:
+    """The metrics that a kind declares. Imports no torch."""
+    table: MetricTable = kind_module(kind, "config").METRICS
+    return table

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tailtune.config import Config, template_fields
 from tailtune.errors import did_you_mean
-from tailtune.kinds.chat.config import METRICS, Demo, Evaluation, Generation, Prompt
+from tailtune.kinds import metric_table
+from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
 
 Quantity = Annotated[
     str,
@@ -258,11 +259,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _gate_metrics_are_measured(self) -> "Recipe":
+        names = metric_table(self.stages[0].kind).labels
         for rule in self.gate:
-            if rule.metric not in METRICS:
+            if rule.metric not in names:
                 raise ValueError(
-                    f"gate: metric '{rule.metric}' is not measured{did_you_mean(rule.metric, list(METRICS))}; "
-                    f"measured: {', '.join(METRICS)}"
+                    f"gate: metric '{rule.metric}' is not measured{did_you_mean(rule.metric, names)}; "
+                    f"measured: {', '.join(names)}"
                 )
         return self
 

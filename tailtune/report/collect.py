@@ -1,38 +1,34 @@
-"""The demo: the recipe's questions to base and tuned, side by side, and the report of the whole run."""
+"""The report step: has the demo questions answered, reads what the other steps wrote, writes the report."""
 
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from tailtune.fetch.model import describe_base_model
-from tailtune.kinds.chat.sections import answer_questions
+from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
-from tailtune.manifest import (
-    read_json,
-    read_manifest,
-    write_text,
-)
-from tailtune.parquet.split import split_rows
-from tailtune.report.data import ReportData
-from tailtune.report.page import render_report
-from tailtune.run import Run
+from tailtune.manifest import content_sha256, read_json, read_manifest, write_text
+from tailtune.parquet.split import read_split
+from tailtune.report.page import ReportData, render_report
+from tailtune.run import DATA_FILE, Run
 
 
 def write_report(run: Run, base: Path, tuned: Path) -> Path:
-    """Answer the demo questions, write `demo_outputs/` and the report; return the report's path."""
-    answers = answer_questions(run.recipe, base, tuned, run.demo_dir)
-    write_text(run.report_path, render_report(collect_report(run, base, answers)))
+    """Write `demo_outputs/` and the report; return the report's path. Raises UserError."""
+    recipe, kind = run.recipe, run.recipe.stages[0].kind
+    demo = kind_module(kind, "sections").write_demo(
+        base, tuned, run.demo_dir, recipe.prompt, recipe.generation, recipe.demo
+    )
+    write_text(run.report_path, render_report(collect_report(run, base, demo), metric_table(kind)))
     log.info("report: %s", run.report_path)
     return run.report_path
 
 
 def collect_report(run: Run, base: Path, demo: dict[str, Any]) -> ReportData:
-    """Everything that the steps wrote, as the report wants it. What a step did not write stays empty."""
+    """Everything that the steps wrote, in the form that the page needs. What a step did not write stays empty."""
     summary = read_json(run.models_dir / "training_summary.json") or {}
     summary["base_model"] = describe_base_model(run.recipe, base)
     summary["local_overlay"] = [
-        f"{key} = {value}" if isinstance(value, int | float) else key  # texts and lists stand in the recipe below
+        f"{key} = {value}" if isinstance(value, int | float) else key  # texts and lists are in the recipe on the page
         for key, value in sorted(run.recipe.local.items())
         if run.local
     ]
@@ -55,18 +51,20 @@ def collect_report(run: Run, base: Path, demo: dict[str, Any]) -> ReportData:
 def collect_data_facts(run: Run) -> dict[str, Any]:
     """Facts of the fetch and parquet steps, and of the split."""
     raw, parquet = read_manifest(run.raw_dir), read_manifest(run.parquet_dir)
-    facts: dict[str, Any] = {"split_by": run.recipe.data.split_by}
+    by = run.recipe.data.split_by
+    facts: dict[str, Any] = {"split_by": by}
     if raw:
-        facts |= {"source": raw["facts"]["source"], "revision": raw["facts"]["revision"],
-                  "source_sha256": raw["facts"]["sha256"]}  # fmt: skip
+        facts |= {
+            "source": raw["facts"]["source"],
+            "revision": raw["facts"]["revision"],
+            "source_sha256": raw["facts"]["sha256"],
+        }
     if parquet:
         facts |= parquet["facts"]
-        file = parquet["files"]["data.parquet"]
-        facts |= {"parquet_bytes": file["bytes"], "content_sha256": file["sha256"]}
-        by = run.recipe.data.split_by
-        table = pq.read_table(run.parquet_dir / "data.parquet")
-        for side, rows in zip(("train", "validation"), split_rows(
-            table, by, run.recipe.data.validation_share, run.recipe.seed), strict=True):  # fmt: skip
+        facts["parquet_bytes"] = parquet["files"][DATA_FILE]["bytes"]
+        facts["content_sha256"] = content_sha256(run.parquet_dir, DATA_FILE)
+        parts = read_split(run.recipe, run.parquet_dir / DATA_FILE)
+        for side, rows in zip(("train", "validation"), parts, strict=True):
             facts[f"num_{side}_rows"] = rows.num_rows
             facts[f"num_{side}_groups"] = len(rows[by].unique())
     return facts

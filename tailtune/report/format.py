@@ -1,4 +1,4 @@
-"""How values are written in the report."""
+"""Numbers, sizes and durations as the report writes them. Anything that is not a finite number becomes a dash."""
 
 import math
 import re
@@ -6,33 +6,28 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from jinja2 import ChainableUndefined
-from markupsafe import Markup
-
 MISSING = "—"
-MAX_TEXT_CHARACTERS = 8_000
-"""A longer text is cut in the report, and the cut is stated; the run's JSON files hold all of it."""
 
 
 def as_number(value: Any) -> float | None:
-    """The value when it is a number that can be drawn; NaN, infinity, texts and None are not."""
+    """The value as a float, or None when it cannot be drawn: NaN, infinity, a text, None."""
     return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
 def _or_missing(show: Callable[..., str]) -> Callable[..., str]:
-    """A formatter that shows a dash for what is no number."""
+    """Make a formatter of numbers accept any value; what is not a number is shown as a dash."""
 
     @wraps(show)
-    def shown(value: Any, *options: Any, **named: Any) -> str:
+    def show_any(value: Any, *options: Any, **named: Any) -> str:
         number = as_number(value)
         return MISSING if number is None else show(number, *options, **named)
 
-    return shown
+    return show_any
 
 
 @_or_missing
 def significant(number: float, digits: int = 3) -> str:
-    """Three significant digits, but whole digits are never rounded away: 2.47, 0.657, 5,231."""
+    """Three significant digits, but digits before the decimal point are never rounded away: 2.47, 0.657, 5,231."""
     number = float(f"{number:.{digits - 1}e}") if abs(number) < 10 ** (digits - 1) else round(number)
     if 0 < abs(number) < 1e-4:
         return short(number)
@@ -42,7 +37,7 @@ def significant(number: float, digits: int = 3) -> str:
 
 @_or_missing
 def short(number: float, digits: int = 6, plain_from: float = 1e-3) -> str:
-    """As a person writes it: 0.95, 5e-5, 1,000."""
+    """A setting as a person writes it: 0.95, 5e-5, 1,000."""
     plain = number == 0 or abs(number) >= plain_from
     text = f"{number:,.{digits}g}" if plain else f"{number:.{digits - 1}e}"
     return re.sub(r"\.?0*e([+-])0*", r"e\1", text).replace("e+", "e")
@@ -50,11 +45,13 @@ def short(number: float, digits: int = 6, plain_from: float = 1e-3) -> str:
 
 @_or_missing
 def count(number: float) -> str:
+    """A whole number: 2,845."""
     return f"{number:,.0f}"
 
 
 @_or_missing
 def percent(share: float, digits: int = 3, signed: bool = False) -> str:
+    """A share, 1 being 100 %: 47.1 %; with `signed`, a gain is shown as +15.9 %."""
     return ("+" if signed and share > 0 else "") + significant(100 * share, digits) + "\u00a0%"
 
 
@@ -66,33 +63,15 @@ def large(number: float, base: int = 1000, units: Sequence[str] = ("", "K", "M",
 
 
 def num_bytes(number: Any) -> str:
+    """A size: 512 bytes, 1.75 MiB."""
     return large(number, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB"))
 
 
 @_or_missing
 def duration(seconds: float) -> str:
+    """A duration in its two largest units: 8.50 s, 24 min 35 s, 1 h 05 min."""
     if seconds < 60:
         return f"{significant(seconds)}\u00a0s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,}\u00a0h {minutes:02}\u00a0min" if hours else f"{minutes}\u00a0min {rest:02}\u00a0s"
-
-
-# Controls that cannot stand in HTML get their Unicode pictures; those that reorder the text around
-# them ("Trojan Source", Boucher & Anderson 2021) get their names; halves of a pair have no character.
-_VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
-_VISIBLE |= {0x7F: "\u2421"}
-_VISIBLE |= {code: f"⟨U+{code:X}⟩" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
-
-
-def visible(value: Any) -> Any:
-    """What the template prints for a value: the last stop of every text before it is escaped."""
-    if isinstance(value, Markup):
-        return value
-    if value is None or isinstance(value, ChainableUndefined) or value != value:
-        return MISSING
-    text = str(value)
-    if len(text) > MAX_TEXT_CHARACTERS:
-        text = f"{text[:MAX_TEXT_CHARACTERS]}… ({len(text) - MAX_TEXT_CHARACTERS:,} more characters)"
-    return text.translate(_VISIBLE)

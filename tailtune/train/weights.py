@@ -1,5 +1,7 @@
 """Which weights of a model train, in which precision, and how they are saved."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,22 @@ from tailtune.recipe.schema import TrainWeights
 from tailtune.train.hardware import HardwarePlan
 
 
-def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a causal language model from a directory. `options` are those of `from_pretrained`.
-
-    Raises UserError when the directory holds none.
-    """
+@contextmanager
+def explain_unreadable(directory: Path) -> Iterator[None]:
+    """Raise UserError when a model or tokenizer that is loaded in this block is not in `directory`."""
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+        yield
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"no model can be loaded from {directory}: {one_line(error)}",
             "give the directory of a Transformers model with its tokenizer",
         ) from None
+
+
+def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
+    """Load a causal language model from a directory. `options` are those of `from_pretrained`. Raises UserError."""
+    with explain_unreadable(directory):
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
 
 
 def load_model(directory: Path, plan: HardwarePlan, train_weights: TrainWeights) -> PreTrainedModel:

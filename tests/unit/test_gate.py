@@ -1,4 +1,4 @@
-"""The gate: every comparison at its border, and everything that is no finite number fails."""
+"""The gate: every comparison at its threshold; whatever is not a finite number fails."""
 
 import json
 import math
@@ -42,7 +42,9 @@ def test_comparisons(comparison: str, below: bool, equal: bool, above: bool) -> 
         pytest.param({"loss": 10**400}, f"the metric is {10**400}", str(10**400), id="beyond float"),
     ],
 )
-def test_what_is_no_finite_number_fails(comparison: str, metrics: dict[str, Any], reason: str, value: Any) -> None:
+def test_whatever_is_not_a_finite_number_fails(
+    comparison: str, metrics: dict[str, Any], reason: str, value: Any
+) -> None:
     verdict = judge([rule(comparison)], metrics)
     assert verdict["passed"] is False
     assert (verdict["rules"][0]["reason"], verdict["rules"][0]["value"]) == (reason, value)
@@ -59,10 +61,10 @@ def test_every_rule_must_pass(loss: float, accuracy: float, passed: bool) -> Non
     assert judge(rules, {"loss": loss, "accuracy": accuracy})["passed"] is passed
 
 
-def test_a_rule_says_what_it_wanted() -> None:
-    judged = judge([rule("<=", 0.95)], {"loss": 1.23456})["rules"][0]
-    assert judged["reason"] == "1.235 is not <= 0.95"
-    assert judged["value"] == 1.23456
+def test_a_failed_rule_gives_its_reason() -> None:
+    result = judge([rule("<=", 0.95)], {"loss": 1.23456})["rules"][0]
+    assert result["reason"] == "1.235 is not <= 0.95"
+    assert result["value"] == 1.23456
 
 
 # -- files -------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def judge_text(tmp_path: Path, text: str | None) -> dict[str, Any]:
         pytest.param(None, False, id="missing"),
     ],
 )
-def test_a_file_is_judged_closed(tmp_path: Path, text: str | None, passed: bool) -> None:
+def test_a_file_that_cannot_be_judged_fails(tmp_path: Path, text: str | None, passed: bool) -> None:
     verdict = judge_text(tmp_path, text)
     assert verdict["passed"] is passed and len(verdict["rules"]) == 3
     assert json.loads((tmp_path / "verdict.json").read_text()) == verdict
@@ -101,7 +103,7 @@ def test_a_second_verdict_replaces_the_first(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "verdict.json").read_text())["passed"] is False
 
 
-def test_the_last_words_name_the_failed_rules_and_the_report(tmp_path: Path) -> None:
+def test_the_error_names_the_failed_rules_and_the_report(tmp_path: Path) -> None:
     judge_text(tmp_path, json.dumps({"metrics": PASSING | {"answer_loss_vs_base": 2}}))
     with pytest.raises(UserError) as raised:
         raise_verdict(tmp_path / "verdict.json", "report.html")
@@ -119,7 +121,7 @@ def test_the_verdict_on_a_terminal() -> None:
     ]
 
 
-def test_the_verdict_as_a_page_keeps_its_table() -> None:
+def test_the_verdict_as_a_page_is_a_sound_table() -> None:
     page = verdict_markdown(judge([rule(metric="loss"), rule(metric="bad")], {"loss": 0.5, "bad": "a|b\nc"}))
     lines = page.splitlines()
     assert lines[0] == "# Gate FAILED"

@@ -1,4 +1,8 @@
-"""Scores of one chat model on the validation rows: teacher-forced loss and generated answers."""
+"""Scores of one chat model on the validation rows: teacher-forced loss and generated answers.
+
+Losses are per answer token, the end mark included, over identical prompts. The floor is a unigram model of the training
+answers: a model that does not beat it has learned no more than word frequencies.
+"""
 
 import math
 from collections import Counter
@@ -9,46 +13,48 @@ import pyarrow as pa
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
+from transformers import PreTrainedTokenizerBase
 
-from tailtune.kinds.chat.config import Prompt
-from tailtune.kinds.chat.inference import ChatModel, answer, load_chat_model
+from tailtune.kinds.chat.config import Evaluation, Generation, Prompt
+from tailtune.kinds.chat.inference import ChatModel, answer, load_chat_model, load_tokenizer
 from tailtune.kinds.chat.prompt import encode_row, row_answer, row_question
-from tailtune.recipe.schema import Recipe
+from tailtune.metrics import ModelScores
 
-NUM_EXAMPLES = 5  # generated answers that are kept beside the scores
+NUM_EXAMPLES = 5
+"""Generated answers that are kept next to the scores."""
 
 
-def evaluate_model(recipe: Recipe, directory: Path, train: pa.Table, validation: pa.Table) -> dict[str, Any]:
-    """Metrics of one model: answer loss (nats per token), perplexity, bits per byte, token accuracy,
-    ROUGE-L (0–1), chrF (0–100), generated tokens per second; the unigram floor of its tokenizer."""
+def evaluate_model(
+    directory: Path, validation: pa.Table, prompt: Prompt, generation: Generation, evaluation: Evaluation
+) -> ModelScores:
+    """Score one model. Metrics of generated answers are absent where none are generated."""
     chat = load_chat_model(directory)
     rows = validation.to_pylist()
-    metrics = score_answers(chat, recipe.prompt, rows, recipe.evaluation.batch_size)
-    generated = rows[: recipe.evaluation.num_generated_answers]
+    metrics = score_answers(chat, prompt, rows, evaluation.batch_size)
+    generated = rows[: evaluation.num_generated_answers]
     examples: list[dict[str, str]] = []
     if generated:
-        questions = [row_question(recipe.prompt, row) for row in generated]
-        references = [row_answer(recipe.prompt, row) for row in generated]
-        answers = answer(chat, recipe.prompt, questions, recipe.generation, recipe.evaluation.batch_size)
+        questions = [row_question(prompt, row) for row in generated]
+        references = [row_answer(prompt, row) for row in generated]
+        answers = answer(chat, prompt, questions, generation, evaluation.batch_size)
         metrics |= score_texts(answers.texts, references)
         metrics["tokens_per_second"] = answers.num_tokens / answers.seconds
-        examples = [{"question": q, "reference": r, "answer": a}
-                    for q, r, a in zip(questions, references, answers.texts, strict=True)][:NUM_EXAMPLES]  # fmt: skip
-    floor = unigram_loss(chat, recipe.prompt, train.to_pylist(), rows)
-    return {
-        "metrics": metrics,
-        "unigram_answer_loss": floor,
-        "examples": examples,
-        "num_generated": len(generated),
-    }
+        texts = zip(questions, references, answers.texts, strict=True)
+        examples = [{"question": q, "reference": r, "answer": a} for q, r, a in texts][:NUM_EXAMPLES]
+    return ModelScores(metrics, examples, len(generated))
+
+
+def measure_floor(directory: Path, train: pa.Table, validation: pa.Table, prompt: Prompt) -> float:
+    """The unigram floor, in nats per answer token of the tokenizer in `directory`."""
+    return unigram_loss(load_tokenizer(directory), prompt, train.to_pylist(), validation.to_pylist())
 
 
 @torch.inference_mode()
 def score_answers(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], batch_size: int) -> dict[str, float]:
-    """Teacher-forced scores of the rows' answers.
+    """Teacher-forced scores of the rows' answers, in batches of `batch_size` rows of similar length.
 
-    Rows are padded on the left, so that the answers end together and the head runs on the last
-    positions only; logits are made fp32 before the loss.
+    Rows are padded on the left, so that the answers end together and the head runs only on the last positions. Logits
+    are converted to fp32 before the loss.
     """
     tokenizer, model = chat.tokenizer, chat.model
     encoded = sorted((encode_row(tokenizer, prompt, row) for row in rows), key=lambda qa: len(qa[0]) + len(qa[1]))
@@ -57,7 +63,7 @@ def score_answers(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], b
         batch = encoded[first : first + batch_size]
         inputs = tokenizer.pad({"input_ids": [q + a for q, a in batch]}, return_tensors="pt").to(model.device)
         width = max(len(a) for _, a in batch)
-        labels = torch.full((len(batch), width), -100)
+        labels = torch.full((len(batch), width), -100)  # [rows, width], the answers at its end
         for i, (_, ids) in enumerate(batch):
             labels[i, width - len(ids) :] = torch.tensor(ids)
         labels = labels.to(model.device)
@@ -86,10 +92,10 @@ def score_texts(texts: list[str], references: list[str]) -> dict[str, float]:
 
 
 def unigram_loss(
-    chat: ChatModel, prompt: Prompt, train: list[dict[str, Any]], validation: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, train: list[dict[str, Any]], validation: list[dict[str, Any]]
 ) -> float:
     """Nats per validation answer token under the training answers' token frequencies (add-one smoothed)."""
-    counts = Counter(t for row in train for t in encode_row(chat.tokenizer, prompt, row)[1])
-    total = sum(counts.values()) + len(chat.tokenizer)
-    tokens = [t for row in validation for t in encode_row(chat.tokenizer, prompt, row)[1]]
-    return -sum(math.log((counts[t] + 1) / total) for t in tokens) / len(tokens)
+    counts = Counter(token for row in train for token in encode_row(tokenizer, prompt, row)[1])
+    total = sum(counts.values()) + len(tokenizer)
+    tokens = [token for row in validation for token in encode_row(tokenizer, prompt, row)[1]]
+    return -sum(math.log((counts[token] + 1) / total) for token in tokens) / len(tokens)

@@ -1,4 +1,4 @@
-"""Ask a model: the same prompt and generation settings in evaluation, demo and `tailtune ask`."""
+"""Load a chat model and ask it, with the same prompt and generation settings in evaluation, demo and `tailtune ask`."""
 
 import time
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -14,9 +13,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from tailtune.errors import UserError
 from tailtune.kinds.chat.config import Generation, Prompt
 from tailtune.kinds.chat.prompt import encode_question, freeze_chat_template
+from tailtune.train.weights import explain_unreadable, load_causal_lm
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,20 @@ class ChatModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_chat_model(directory: Path) -> ChatModel:
-    """Load a model for inference: on the GPU where there is one, in its saved precision."""
-    disable_progress_bar()  # a bar per shard would stand above every answer
-    try:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer with the frozen chat template. Raises UserError when there is none."""
+    with explain_unreadable(directory):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"no model can be loaded from {directory}: {' '.join(str(error).split())[:300].rstrip('. ')}; "
-                        "give the directory of a Transformers model with its tokenizer") from None  # fmt: skip
     freeze_chat_template(tokenizer)
+    return tokenizer
+
+
+def load_chat_model(directory: Path) -> ChatModel:
+    """Load a model for inference: on the GPU where there is one, in its saved precision. Raises UserError."""
+    disable_progress_bar()  # a bar per shard would appear above every answer
+    tokenizer = load_tokenizer(directory)
     tokenizer.padding_side = "left"
+    model = load_causal_lm(directory, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends]) - {None}  # some models end a turn with another token
@@ -48,15 +50,17 @@ def load_chat_model(directory: Path) -> ChatModel:
 
 @dataclass(frozen=True)
 class Answers:
+    """Generated answers, in the order of their questions."""
+
     texts: list[str]
     num_tokens: int
-    """Generated tokens, without pads."""
+    """Generated tokens, padding not counted."""
     seconds: float
 
 
 @torch.inference_mode()
 def answer(chat: ChatModel, prompt: Prompt, questions: list[str], generation: Generation, batch_size: int) -> Answers:
-    """Greedy answers to questions, in batches with left padding."""
+    """Generate greedy answers to questions, in batches with left padding."""
     tokenizer = chat.tokenizer
     texts: list[str] = []
     num_tokens = 0
@@ -85,6 +89,7 @@ def stream_answer(chat: ChatModel, prompt: Prompt, question: str, generation: Ge
 
 
 def generation_arguments(generation: Generation) -> dict[str, object]:
+    """Arguments of `model.generate`."""
     return {
         "max_new_tokens": generation.max_new_tokens,
         "repetition_penalty": generation.repetition_penalty,

@@ -1,8 +1,8 @@
 """One prompt for training, evaluation, `ask` and serving: the messages and a frozen chat template.
 
-SmolLM3's own template writes today's date and a thinking marker, so a model that is trained today
-is asked another prompt tomorrow. The frozen template is plain ChatML, the format that SmolLM3's
-own one builds on, and it is saved with the tokenizer in `best_model/`.
+SmolLM3's own template writes today's date and a thinking marker, so a model that is trained today would get another
+prompt tomorrow. The frozen template is plain ChatML, the format on which SmolLM3's own one is based. It is saved with
+the tokenizer in `best_model/`.
 """
 
 from collections.abc import Mapping
@@ -32,10 +32,11 @@ PLAIN = (
 
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer a template that renders the same text every day, and a pad token.
+    """Give the tokenizer a template that renders the same text every day, and a pad token, in place.
 
-    ChatML where the vocabulary has its markers; else the tokenizer's own template when it does not
-    ask for the date; else plain `role: text` lines that end in the end-of-text token.
+    The template is ChatML where the vocabulary has its markers; otherwise the tokenizer's own, when it does not use the
+    date; otherwise plain `role: text` lines that end in the end-of-text token. Raises UserError when the tokenizer has
+    no end-of-text token.
     """
     vocabulary = tokenizer.get_vocab()
     template = tokenizer.chat_template
@@ -46,27 +47,31 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.chat_template = PLAIN
         log.info("prompt: the tokenizer has no ChatML markers and no dateless template; plain text is used")
     if tokenizer.eos_token is None:
-        raise UserError("the tokenizer has no end-of-text token, so no answer would ever end; set eos_token in its "
-                        "tokenizer_config.json")  # fmt: skip
+        raise UserError(
+            "the tokenizer has no end-of-text token, so no answer would ever end",
+            "set eos_token in its tokenizer_config.json",
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
 def question_messages(prompt: Prompt, question: str) -> list[dict[str, str]]:
-    """System and user message of one question."""
+    """The system and the user message of one question."""
     return [{"role": "system", "content": prompt.system.strip()}, {"role": "user", "content": question}]
 
 
 def row_question(prompt: Prompt, row: Mapping[str, Any]) -> str:
+    """The question of a row, by the prompt's template."""
     return fill_template(prompt.user, row)
 
 
 def row_answer(prompt: Prompt, row: Mapping[str, Any]) -> str:
+    """The reference answer of a row, by the prompt's template."""
     return fill_template(prompt.assistant, row)
 
 
 def training_example(prompt: Prompt, row: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """TRL's prompt/completion form of one row; it yields answer-only labels without template markers."""
+    """One row in TRL's prompt/completion form, for which TRL labels only the answer and needs no template markers."""
     return {
         "prompt": question_messages(prompt, row_question(prompt, row)),
         "completion": [{"role": "assistant", "content": row_answer(prompt, row)}],
@@ -84,11 +89,13 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, question
 def encode_row(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and of its answer with the end mark, as the trainer sees them."""
+    """Token ids of a row's prompt and of its answer with the end mark, as the trainer sees them. Raises UserError."""
     example = training_example(prompt, row)
     question = encode_question(tokenizer, prompt, row_question(prompt, row))
     whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)["input_ids"]
     if whole[: len(question)] != question:
-        raise UserError("the tokenizer's chat template writes a question alone otherwise than before its answer; use a "
-                        "base model with ChatML's markers, or with a template that does not")  # fmt: skip
+        raise UserError(
+            "the tokenizer's chat template renders a question without its answer differently than with it",
+            "use a base model with ChatML's markers, or with a template that does not",
+        )
     return question, list(whole[len(question) :])

@@ -1,8 +1,9 @@
-"""The report's section of the chat kind: the recipe's questions, answered by base and tuned model."""
+"""The chat kind's part of the report: the demo questions, answered by base and tuned model."""
 
 from pathlib import Path
 from typing import Any
 
+from tailtune.kinds.chat.config import Demo, Generation, Prompt
 from tailtune.kinds.chat.inference import answer, load_chat_model
 from tailtune.log import log
 from tailtune.manifest import (
@@ -14,37 +15,41 @@ from tailtune.manifest import (
     write_json,
     write_text,
 )
-from tailtune.recipe.schema import Recipe
 
 
-def answer_questions(recipe: Recipe, base: Path, tuned: Path, directory: Path) -> dict[str, Any]:
-    """`demo_outputs/`: `answers.json` and `answers.md`. A complete directory is left untouched."""
+def write_demo(
+    base: Path, tuned: Path, directory: Path, prompt: Prompt, generation: Generation, demo: Demo
+) -> dict[str, Any]:
+    """Ask both models the demo questions and publish `answers.json` and `answers.md` in `directory`.
+
+    Returns the content of `answers.json`. A complete directory is left untouched.
+    """
+    settings = {"demo": demo, "generation": generation, "prompt": prompt}
     key = {
         "version": RESULTS_VERSION,
         "models": [directory_identity(base), directory_identity(tuned)],
-        "recipe": recipe.model_dump(mode="json", include={"demo", "generation", "prompt"}),
+        "recipe": {name: value.model_dump(mode="json") for name, value in settings.items()},
     }
     if read_manifest(directory, key):
         log.info("report: answers are complete")
     else:
-        questions = recipe.demo.questions
         texts = {
-            name: answer(load_chat_model(path), recipe.prompt, questions, recipe.generation, len(questions)).texts
-            for name, path in (("base", base), ("tuned", tuned))
+            side: answer(load_chat_model(path), prompt, demo.questions, generation, len(demo.questions)).texts
+            for side, path in (("base", base), ("tuned", tuned))
         }
         rows = [
             {"question": q, "base": b, "tuned": t}
-            for q, b, t in zip(questions, texts["base"], texts["tuned"], strict=True)
+            for q, b, t in zip(demo.questions, texts["base"], texts["tuned"], strict=True)
         ]
-        with publish(directory, key, {"num_questions": len(questions)}) as partial:
-            write_json(partial / "answers.json", {"answers": rows, "generation": recipe.generation.model_dump()})
+        with publish(directory, key, {"num_questions": len(rows)}) as partial:
+            write_json(partial / "answers.json", {"answers": rows, "generation": generation.model_dump()})
             write_text(partial / "answers.md", answers_markdown(rows))
-        log.info("report: %d questions answered by base and tuned", len(questions))
+        log.info("report: %d questions answered by base and tuned", len(rows))
     return dict(read_json(directory / "answers.json"))
 
 
 def answers_markdown(rows: list[dict[str, str]]) -> str:
-    """The answers as indented blocks, so that no model text is taken for Markdown."""
+    """The answers as indented blocks, so that no text of a model is read as Markdown."""
 
     def block(text: str) -> str:
         return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"

@@ -1,17 +1,20 @@
-"""Scores against the obvious way of computing them."""
+"""Scores of a model against a plain computation, row by row; base against tuned."""
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_recipe
 
-from tailtune.evaluate import evaluate_models
+from tailtune.errors import UserError
+from tailtune.evaluate import compare_models, evaluate_models
+from tailtune.kinds.chat.config import METRICS
 from tailtune.kinds.chat.evaluate import score_answers, score_texts, unigram_loss
-from tailtune.kinds.chat.inference import answer, load_chat_model
+from tailtune.kinds.chat.inference import answer, load_chat_model, load_tokenizer
 from tailtune.kinds.chat.prompt import encode_row
 from tailtune.recipe.schema import Recipe
 
@@ -57,33 +60,74 @@ def test_answers_do_not_depend_on_the_batch(prepared: Path) -> None:
 
 def test_the_unigram_floor_by_hand(prepared: Path) -> None:
     recipe = tiny_recipe()
-    chat = load_chat_model(prepared / "base")
+    tokenizer = load_tokenizer(prepared / "base")
     train, validation = rows_of(prepared, 8), rows_of(prepared, 3)
-    tokens = [t for row in train for t in encode_row(chat.tokenizer, recipe.prompt, row)[1]]
-    target = [t for row in validation for t in encode_row(chat.tokenizer, recipe.prompt, row)[1]]
-    size = len(tokens) + len(chat.tokenizer)
+    tokens = [t for row in train for t in encode_row(tokenizer, recipe.prompt, row)[1]]
+    target = [t for row in validation for t in encode_row(tokenizer, recipe.prompt, row)[1]]
+    size = len(tokens) + len(tokenizer)
     expected = -sum(math.log((tokens.count(t) + 1) / size) for t in target) / len(target)
-    assert unigram_loss(chat, recipe.prompt, train, validation) == pytest.approx(expected)
+    assert unigram_loss(tokenizer, recipe.prompt, train, validation) == pytest.approx(expected)
 
 
-def test_text_scores_know_equal_from_different() -> None:
+def test_text_scores_of_equal_and_different_texts() -> None:
     assert score_texts(["the same words"], ["the same words"]) == pytest.approx({"rouge_l": 1.0, "chrf": 100.0})
     assert score_texts(["xyz"], ["the same words"])["rouge_l"] == 0
     assert score_texts([""], ["the same words"])["chrf"] == 0
 
 
-def test_evaluation_of_two_models_and_again(prepared: Path, tmp_path: Path) -> None:
+def test_evaluation_of_two_models_and_again(prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tailtune")
     recipe = tiny_recipe()
     arguments = (recipe, prepared / "data" / "data.parquet", prepared / "base", prepared / "base", tmp_path / "e.json")
     document = evaluate_models(*arguments)
     metrics = document["metrics"]
+    assert set(metrics) == set(METRICS.labels), "exactly what the kind declares"
     assert metrics["base_answer_loss"] == metrics["tuned_answer_loss"]
     assert metrics["answer_loss_vs_base"] == 1
-    assert {f"{m}_{n}" for m in ("base", "tuned") for n in (
-        "answer_loss", "perplexity", "bits_per_byte", "token_accuracy", "rouge_l", "chrf", "tokens_per_second",
-    )} <= set(metrics)  # fmt: skip
+    assert metrics["answer_loss_vs_unigram"] == metrics["tuned_answer_loss"] / metrics["unigram_answer_loss"]
     assert document["num_generated"] == 4
+    assert [set(example) for example in document["examples"]] == 4 * [{"question", "reference", "base", "tuned"}]
+    loss, floor = metrics["tuned_answer_loss"], metrics["unigram_answer_loss"]
+    assert caplog.messages[0] == (
+        f"evaluate: answer loss {loss:.4f}, base {loss:.4f}, unigram floor {floor:.4f} "
+        f"(nats per token, {document['num_rows']} validation rows)"
+    )
     assert json.loads((tmp_path / "e.json").read_text()) == document
     before = (tmp_path / "e.json").stat().st_mtime_ns
     assert evaluate_models(*arguments) == document
     assert (tmp_path / "e.json").stat().st_mtime_ns == before
+
+
+def test_only_the_tuned_models_floor_is_computed(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    floors = []
+
+    def count_call(*arguments: Any) -> float:
+        floors.append(unigram_loss(*arguments))
+        return floors[-1]
+
+    monkeypatch.setattr("tailtune.kinds.chat.evaluate.unigram_loss", count_call)
+    data, base = prepared / "data" / "data.parquet", prepared / "base"
+    metrics = compare_models(tiny_recipe(), data, {"base": base, "tuned": base})["metrics"]
+    assert floors == [metrics["unigram_answer_loss"]]
+
+
+def test_a_model_is_evaluated_without_its_base(prepared: Path) -> None:
+    document = compare_models(tiny_recipe(), prepared / "data" / "data.parquet", {"tuned": prepared / "base"})
+    assert not [name for name in document["metrics"] if "base" in name]
+    assert set(document["examples"][0]) == {"question", "reference", "tuned"}
+
+
+def test_without_generated_answers_their_metrics_are_absent(prepared: Path) -> None:
+    recipe = tiny_recipe(**{"evaluation.num_generated_answers": 0})
+    document = compare_models(recipe, prepared / "data" / "data.parquet", {"tuned": prepared / "base"})
+    measured = {f"tuned_{metric.name}" for metric in METRICS.metrics if not metric.of_generated}
+    assert {name for name in document["metrics"] if name.startswith("tuned_")} == measured
+    assert (document["num_generated"], document["examples"]) == (0, [])
+
+
+def test_a_directory_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        load_chat_model(tmp_path)
+    assert str(raised.value).startswith(f"no model can be loaded from {tmp_path}: ")
+    assert raised.value.remedy == "give the directory of a Transformers model with its tokenizer"
+    assert "\n" not in str(raised.value)

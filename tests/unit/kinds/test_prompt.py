@@ -1,4 +1,4 @@
-"""One prompt everywhere: no date, the same ids every day, labels on the answer and its end."""
+"""One prompt everywhere: no date, the same token ids every day, labels on the answer and its end."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}
 
 
 def tiny_tokenizer(*markers: str, template: str | None = None, pad_token: str | None = None) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with no merges to speak of."""
+    """Byte-level BPE with hardly any merges."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -66,13 +66,13 @@ TOKENIZERS = {
         ("its own", OWN, "</s>"),
     ],
 )
-def test_which_template_a_tokenizer_gets(name: str, template: str, end: str) -> None:
+def test_template_of_a_tokenizer(name: str, template: str, end: str) -> None:
     tokenizer = TOKENIZERS[name]()
     assert (tokenizer.chat_template, tokenizer.eos_token, tokenizer.pad_token) == (template, end, end)
     assert "strftime" not in tokenizer.chat_template and "date" not in tokenizer.chat_template
 
 
-def test_one_marker_is_no_chatml() -> None:
+def test_one_marker_is_not_enough_for_chatml() -> None:
     assert frozen("<|im_start|>").chat_template == PLAIN
 
 

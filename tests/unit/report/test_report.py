@@ -1,3 +1,5 @@
+"""The report: what it shows, what it shows when values are missing, and that hostile text stays text."""
+
 import dataclasses
 import html
 import math
@@ -10,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tailtune.report.data import ReportData
-from tailtune.report.page import render_report
+from tailtune.kinds.chat.config import METRICS
+from tailtune.metrics import Metric, MetricTable
+from tailtune.report.page import ReportData, render_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -67,7 +70,7 @@ ANSWERS = [
 
 
 def report_data() -> ReportData:
-    """A run as it would be on four GPUs."""
+    """A run on four GPUs."""
     steps = range(5, 321, 5)
     return ReportData(
         run_name="survival-2026-03-14-a",
@@ -211,6 +214,10 @@ def report_data() -> ReportData:
     )
 
 
+def render(data: ReportData, table: MetricTable = METRICS) -> str:
+    return render_report(data, table)
+
+
 def rule(metric: str, value: Any, comparison: str, threshold: float, passed: bool, reason: str) -> dict[str, Any]:
     return {
         "metric": metric,
@@ -223,7 +230,7 @@ def rule(metric: str, value: Any, comparison: str, threshold: float, passed: boo
 
 
 def failed_data() -> ReportData:
-    """A laptop run whose gate failed: one value just beside its threshold, one not measured."""
+    """A laptop run whose gate failed: one value just above its threshold, one not measured."""
     good = report_data()
     metrics = good.evaluation["metrics"] | {
         "tuned_answer_loss": 3.5761,
@@ -276,7 +283,7 @@ def empty_data() -> ReportData:
 
 
 def hostile_data() -> ReportData:
-    """The realistic run with every text, and some names of keys, replaced by hostile ones in turn."""
+    """The run of `report_data` with every text, and some keys, replaced by hostile ones in turn."""
     count = 0
 
     def spoil(value: Any) -> Any:
@@ -302,7 +309,7 @@ def hostile_data() -> ReportData:
 
 
 class Page(HTMLParser):
-    """Elements and texts of a page, as a browser would find them."""
+    """Elements and texts of a page, as a browser parses them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -348,24 +355,24 @@ class Page(HTMLParser):
     ],
 )
 def test_contents(expected: str) -> None:
-    assert expected in Page(render_report(report_data())).text
+    assert expected in Page(render(report_data())).text
 
 
-def test_a_worse_metric_says_so_and_speed_is_not_judged() -> None:
+def test_a_worse_metric_is_marked_and_speed_is_not_judged() -> None:
     data = report_data()
     metrics = {**data.evaluation["metrics"], "tuned_rouge_l": 0.1, "tuned_tokens_per_second": 1.0}
     worse = dataclasses.replace(data, evaluation={**data.evaluation, "metrics": metrics})
-    text = Page(render_report(worse)).text
+    text = Page(render(worse)).text
     assert "0.142 0.100 −30 % ▼ worse" in text
     assert text.count("▼ worse") == 1
 
 
 def test_answers_keep_their_lines() -> None:
-    assert "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2." in render_report(report_data())
+    assert "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2." in render(report_data())
 
 
-def test_failed_gate_comes_first_and_says_why() -> None:
-    text = Page(render_report(failed_data())).text
+def test_failed_gate_comes_first_with_its_reasons() -> None:
+    text = Page(render(failed_data())).text
     body = text[text.index("✕ Gate failed") :]
     assert body.startswith("✕ Gate failed 2 of 3 rules not met. This model must not be promoted. survival-laptop")
     assert "0.9501 ≤ 0.95 ✕ fail" in text, "three digits would show a value that meets its threshold"
@@ -377,12 +384,12 @@ def test_failed_gate_comes_first_and_says_why() -> None:
 
 
 def test_failed_gate_without_rules_is_not_overlooked() -> None:
-    text = Page(render_report(dataclasses.replace(empty_data(), verdict={"passed": False}))).text
+    text = Page(render(dataclasses.replace(empty_data(), verdict={"passed": False}))).text
     assert "✕ Gate failed This model must not be promoted." in text and "; gate failed" in text.replace(" ;", ";")
 
 
 def test_passed_gate_has_no_alarm() -> None:
-    text = Page(render_report(report_data())).text
+    text = Page(render(report_data())).text
     assert "Gate failed" not in text and "Laptop" not in text
 
 
@@ -395,24 +402,67 @@ def test_any_value_may_be_missing(missing: Any) -> None:
 
     good = report_data()
     fields = {field.name: without(getattr(good, field.name)) for field in dataclasses.fields(good)}
-    assert "Answer loss not measured" in render_report(ReportData(**fields))
+    assert "Answer loss not measured" in render(ReportData(**fields))
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ReportData) if field.name != "run_name"])
 def test_any_section_may_be_empty(field: str) -> None:
-    assert "not measured" in render_report(empty_data())
+    assert "not measured" in render(empty_data())
     some: dict[str, Any] = {field: {}}
-    assert "<h1>" in render_report(dataclasses.replace(report_data(), **some))
+    assert "<h1>" in render(dataclasses.replace(report_data(), **some))
+
+
+ACCURACY = Metric("accuracy", "Accuracy", "", "higher", "share of images whose class is right", is_share=True)
+IMAGES = MetricTable(
+    metrics=(
+        ACCURACY,
+        Metric("margin", "Margin", "logits", "higher", "mean distance of the two highest logits"),
+        Metric("images_per_second", "Speed", "images/s", "neither", "images per second"),
+    ),
+    headline=ACCURACY,
+)
+"""A kind without floor, highlights, generated text, or a metric that is the trainer's loss."""
+
+
+def image_data(**metrics: float) -> ReportData:
+    good = report_data()
+    rules = [rule("accuracy_vs_base", 1.6, ">=", 1.1, True, "")]
+    return dataclasses.replace(
+        good, evaluation={"num_rows": 500, "metrics": metrics}, verdict={"passed": True, "rules": rules}, demo={}
+    )
+
+
+def test_another_kind_is_reported_by_its_own_table() -> None:
+    metrics = {"base_accuracy": 0.5, "tuned_accuracy": 0.8, "base_margin": -0.5, "tuned_margin": 0.25,
+               "base_images_per_second": 900.0, "tuned_images_per_second": 910.0, "accuracy_vs_base": 1.6}  # fmt: skip
+    page = render(image_data(**metrics), IMAGES)
+    text = Page(page).text
+    assert "Accuracy 50.0 % → 80.0 % (+30.0 points) ; gate passed" in text
+    assert "Base 50.0 % Tuned 80.0 % Accuracy on 500 validation rows. Higher is better." in text
+    assert "Accuracy, tuned ÷ base accuracy_vs_base 1.60 ≥ 1.1" in text
+    assert "Accuracy higher is better 50.0 % 80.0 % +30.0 points ▲ better" in text
+    assert "Margin logits, higher is better −0.500 0.250 +150 % ▲ better" in text
+    assert "Speed, tuned 910" in text
+    for word in ("Answer loss", "word-frequency", "Perplexity", "ROUGE", "Generated tokens", "nats", "base model 0"):
+        assert word not in text
+    assert ".ladder .unigram" not in page and ".ladder .— i" not in page
+
+
+def test_a_kind_whose_headline_is_not_positive_has_no_ladder() -> None:
+    page = render(image_data(base_accuracy=0.0, tuned_accuracy=0.0), IMAGES)
+    assert "Accuracy 0.00 % → 0.00 % ; gate passed" in Page(page).text
+    assert 'class="ladder"' not in page
+    assert "Accuracy not measured" in Page(render(image_data(), IMAGES)).text
 
 
 def test_same_input_gives_same_bytes() -> None:
-    assert render_report(report_data()) == render_report(report_data())
+    assert render(report_data()) == render(report_data())
 
 
 def test_long_curves_keep_their_spikes() -> None:
     data = report_data()
     data.history["train"] = [{"step": s, "loss": 9.0 if s == 7777 else 2.0} for s in range(1, 20_001)]
-    text = render_report(data)
+    text = render(data)
     assert len(text) < 100_000
     assert re.search(r"L38\.8\d [\d.]+", text)
 
@@ -429,13 +479,12 @@ def test_long_curves_keep_their_spikes() -> None:
 )
 def test_axes_have_round_labels(peak: float, labels: list[str]) -> None:
     data = dataclasses.replace(empty_data(), history={"train": [{"step": 1, "learning_rate": peak}]})
-    found = re.findall(r'<span class="y"[^>]*>([^<]*)</span>', render_report(data))
-    assert found == labels
+    assert re.findall(r'<span class="y"[^>]*>([^<]*)</span>', render(data)) == labels
 
 
 @pytest.mark.parametrize("data", [report_data(), failed_data(), hostile_data()], ids=["good", "failed", "hostile"])
 def test_page_loads_and_runs_nothing(data: ReportData) -> None:
-    text = render_report(data)
+    text = render(data)
     text.encode("utf-8")
     for tag, attributes in Page(text).elements:
         assert tag not in {"script", "img", "link", "iframe", "object", "embed", "a", "base", "form", "input"}
@@ -444,7 +493,7 @@ def test_page_loads_and_runs_nothing(data: ReportData) -> None:
 
 
 def test_hostile_text_is_shown_as_text() -> None:
-    text = render_report(hostile_data())
+    text = render(hostile_data())
     page = Page(text)
     for hostile in HOSTILE[:6]:
         assert hostile in "".join(page.texts)
@@ -454,12 +503,12 @@ def test_hostile_text_is_shown_as_text() -> None:
     assert "👩‍🚒🔥 שלום עולם مرحبا" in text
 
 
-def test_template_syntax_in_texts_is_not_run() -> None:
-    assert "{{ 7 * 7 }}" in render_report(hostile_data())
+def test_template_syntax_in_texts_is_not_executed() -> None:
+    assert "{{ 7 * 7 }}" in render(hostile_data())
 
 
 def chromium(folder: Path, page: str, *options: str) -> str:
-    """Load a page in headless Chromium and give the document as it stands afterwards."""
+    """Load a page in headless Chromium and return the document as it is afterwards."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     file = folder / "page.html"
@@ -476,7 +525,7 @@ def chromium(folder: Path, page: str, *options: str) -> str:
 
 
 def without_policy(report: str) -> str:
-    """The report without its Content-Security-Policy, so that escaping alone has to hold."""
+    """The report without its Content-Security-Policy, so that only escaping protects it."""
     bare = re.sub(r"<meta http-equiv=[^>]*>", "", report)
     assert bare != report
     return bare
@@ -485,7 +534,7 @@ def without_policy(report: str) -> str:
 def test_browser_runs_no_hostile_script(tmp_path: Path) -> None:
     data = dataclasses.replace(hostile_data(), run_name="hostile")
     picture = tmp_path / "page.png"
-    document = chromium(tmp_path, without_policy(render_report(data)), f"--screenshot={picture}")
+    document = chromium(tmp_path, without_policy(render(data)), f"--screenshot={picture}")
     assert "<title>hostile · before and after</title>" in document
     assert "script" not in [tag for tag, _ in Page(document).elements]
     assert picture.stat().st_size > 10_000
@@ -494,7 +543,7 @@ def test_browser_runs_no_hostile_script(tmp_path: Path) -> None:
 def test_page_is_as_wide_as_its_window(tmp_path: Path) -> None:
     """Measured in frames, because a headless window is at least 500 px wide."""
     cases = {"good": report_data(), "failed": failed_data(), "hostile": hostile_data(), "empty": empty_data()}
-    reports = {name: render_report(data) for name, data in cases.items()}
+    reports = {name: render(data) for name, data in cases.items()}
     frames = "".join(
         f'<iframe width="{width}" title="{name}-{width}" srcdoc="{html.escape(report)}"></iframe>'
         for name, report in reports.items()
