@@ -18,4 +18,4 @@ def fetch_model(run: str, data_dir: str) -> str:
     with step("model"):
         trust_mounted_certificates()
         this = Run.from_json(run)
-        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir))
+        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir))

@@ -2,48 +2,89 @@
 
 import re
 import shutil
-from functools import partial as bind
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub as hub
-import pyarrow.parquet as pq
 from huggingface_hub import errors as hub_errors
 
 from tailtune.errors import UserError
 from tailtune.fetch import transfer
 from tailtune.fetch.hub import ask_hub, hub_endpoint
 from tailtune.log import log
-from tailtune.manifest import read_manifest, sha256_file, sha256_json
-from tailtune.parquet.split import split_rows
+from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest, sha256_file, sha256_json
+from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
+from tailtune.run import DATA_FILE
+from tailtune.shared_cache import use_entry
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path) -> Path:
-    """Where the base model lies: `directory` when it is fetched or built, else the one that was named.
+def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None = None) -> Path:
+    """Return the base model's directory: `directory` when it is fetched or built, else the one that the recipe names.
 
-    `data_dir` holds `data.parquet`; a small model trains its tokenizer on the training rows.
+    A small model learns its tokenizer and first words from the training rows of `data_dir`'s Parquet file. Runs with
+    the same `cache_dir` build it only once. Raises UserError.
     """
     name = recipe.model.base_model
     if name == "small":
-        from tailtune.fetch.small_model import build_small_model
-
-        table = pq.read_table(data_dir / "data.parquet")
-        train, _ = split_rows(table, recipe.data.split_by, recipe.data.validation_share, recipe.seed)
-        manifest = read_manifest(data_dir)
-        assert manifest is not None, "the parquet step publishes with a manifest"
-        return build_small_model(recipe, train, manifest["files"]["data.parquet"]["sha256"], directory)
+        return _provide_small_model(recipe, data_dir, directory, cache_dir)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"base_model {path} holds no config.json; give the directory of a Transformers model")
+            raise UserError(f"base_model {path} holds no config.json", "give the directory of a Transformers model")
         log.info("model: %s is used in place", path)
         return path.resolve()
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"base_model '{name}' is no directory and no hub name; give OWNER/NAME, a path, or small")
+        raise UserError(f"base_model '{name}' is no directory and no hub name", "give OWNER/NAME, a path, or small")
     return fetch_model(name, directory, revision=recipe.model.revision)
+
+
+def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None) -> Path:
+    """Return `directory` with the recipe's small model: left as it is, copied from the cache, or built.
+
+    The run owns its copy (a few megabytes): trained checkpoints stay usable when the cache is deleted.
+    """
+    small = recipe.model.small
+    if small is None:
+        raise UserError("model.base_model is 'small' but the recipe has no model.small", "describe it there")
+    key = {
+        "version": RESULTS_VERSION,
+        "small": small.model_dump(),
+        "prompt": recipe.prompt.model_dump(),
+        "data": content_sha256(data_dir, DATA_FILE),
+        "split": [recipe.data.split_by, recipe.data.validation_share],
+        "seed": recipe.seed,
+    }
+    if read_manifest(directory, key):
+        log.info("model: small %s is built already", small.model_type)
+        return directory
+    entry = use_entry(cache_dir, key) if cache_dir else None
+    # Every build has a name of its own, so two runs that build the same model at once do not meet.
+    builds = sorted(path for path in entry.glob("*/") if path.suffix != ".partial") if entry else []
+    cached = next((path for path in builds if read_manifest(path, key)), None)
+    if cached:
+        _copy_published(cached, directory)
+        log.info("model: small %s was built by an earlier run: copied", small.model_type)
+        return directory
+    from tailtune.fetch.small_model import build_small_model  # torch: seconds that the other ways do not need
+
+    train, _ = read_split(recipe, data_dir / DATA_FILE)
+    build_small_model(recipe, small, train, key, directory)
+    if entry:
+        _copy_published(directory, entry / uuid.uuid4().hex)
+    return directory
+
+
+def _copy_published(source: Path, target: Path) -> None:
+    """Publish a copy of a complete directory, its manifest included."""
+    manifest = read_manifest(source)
+    assert manifest is not None, "only complete directories are copied"
+    with publish(target, manifest["key"], manifest["facts"]) as partial_dir:
+        shutil.copytree(source, partial_dir, dirs_exist_ok=True)
 
 
 def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
