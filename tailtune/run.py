@@ -74,7 +74,7 @@ class Run(Config):
 
     @property
     def promotions_dir(self) -> Path:
-        """One file per recipe: what its last run that passed the gate was made from."""
+        """What the last run that passed the gate was made from, one file per recipe and settings."""
         return self._shared_dir("promoted")
 
     @property
