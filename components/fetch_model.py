@@ -1,4 +1,4 @@
-"""Provide the base model on the model volume: fetched once, taken in place, or built small."""
+"""Provide the base model: fetched to the model volume, used in place, or built small."""
 
 from kfp import dsl
 

@@ -155,4 +155,4 @@ def test_what_is_copied_is_in_the_build_context_and_the_code_comes_last(image: s
 def test_the_embedded_data_set_lies_where_fetch_looks() -> None:
     [copied] = [value for name, value in instructions("pipeline") if name == "COPY" and "${DATA}" in value]
     assert f'"{copied.split()[-1].rstrip("/")}"' in inspect.getsource(fetch._embedded_file)
-    assert not fetch.DATA_FILE.search(arguments("pipeline")["DATA"]), "by default there is none"
+    assert not fetch.DATA_FILE_NAME.search(arguments("pipeline")["DATA"]), "by default there is none"
