@@ -26,9 +26,9 @@ KEY = {"step": "test", "path": Path("a"), "list": (1, 2)}
 
 def publish_files(directory: Path, key: dict[str, Any] | None = None, **files: str) -> Path:
     facts: dict[str, Any] = {}
-    with publish(directory, key or KEY, facts) as partial:
+    with publish(directory, key or KEY, facts) as partial_dir:
         for name, text in files.items():
-            path = partial / name.replace("__", "/")
+            path = partial_dir / name.replace("__", "/")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         facts["num_files"] = len(files)
@@ -37,8 +37,8 @@ def publish_files(directory: Path, key: dict[str, Any] | None = None, **files: s
 
 def fail(directory: Path, error: BaseException, *, keep_partial: bool = False) -> None:
     """Run a step that raises after its first file."""
-    with publish(directory, {"new": 1}, {}, keep_partial=keep_partial) as partial:
-        (partial / "a").write_text("new")
+    with publish(directory, {"new": 1}, {}, keep_partial=keep_partial) as partial_dir:
+        (partial_dir / "a").write_text("new")
         raise error
 
 
@@ -61,11 +61,11 @@ def test_a_published_directory_describes_itself(tmp_path: Path) -> None:
 
 
 def test_nothing_is_published_before_the_end(tmp_path: Path) -> None:
-    with publish(tmp_path / "out", KEY, {}) as partial:
-        (partial / "a").write_text("x")
-        assert partial == partial_directory(tmp_path / "out")
+    with publish(tmp_path / "out", KEY, {}) as partial_dir:
+        (partial_dir / "a").write_text("x")
+        assert partial_dir == partial_directory(tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        assert read_manifest(partial) is None, "the manifest is written last"
+        assert read_manifest(partial_dir) is None, "the manifest is written last"
     assert read_manifest(tmp_path / "out")
 
 
