@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tailtune.files import read_json, sha256_file, sha256_json, write_json
 from tailtune.kinds.chat.evaluate import evaluate_model
 from tailtune.log import log
-from tailtune.manifest import RESULTS_VERSION, directory_identity, read_json, sha256_file, sha256_json, write_json
+from tailtune.manifest import RESULTS_VERSION, directory_identity
 from tailtune.parquet.split import split_rows
 from tailtune.recipe.schema import Recipe
 

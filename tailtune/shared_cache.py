@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tailtune.manifest import sha256_json, write_json
+from tailtune.files import sha256_json, write_json
 
 KEEP_SECONDS = 7 * 24 * 3600
 """An entry that no run has used for so long is deleted by the next run that uses one."""

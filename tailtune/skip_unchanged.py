@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tailtune import __version__
-from tailtune.manifest import RESULTS_VERSION, content_sha256, read_json, read_manifest, sha256_json, write_json
+from tailtune.files import read_json, sha256_json, write_json
+from tailtune.manifest import RESULTS_VERSION, content_sha256, read_manifest
 from tailtune.run import DATA_FILE, Run
 from tailtune.training_key import training_settings
 

@@ -22,8 +22,9 @@ from tailtune.errors import UserError
 from tailtune.fetch import transfer
 from tailtune.fetch.hub import hub_endpoint, query_hub
 from tailtune.fetch.transfer import STATE, Body, Origin
+from tailtune.files import sha256_json
 from tailtune.log import log
-from tailtune.manifest import MANIFEST, read_manifest, sha256_json
+from tailtune.manifest import MANIFEST, read_manifest
 from tailtune.recipe.schema import without_secrets
 
 TIMEOUT_SECONDS = 60.0

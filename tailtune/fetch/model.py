@@ -13,8 +13,9 @@ from huggingface_hub import errors as hub_errors
 from tailtune.errors import UserError
 from tailtune.fetch import transfer
 from tailtune.fetch.hub import hub_endpoint, query_hub
+from tailtune.files import sha256_file, sha256_json
 from tailtune.log import log
-from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest, sha256_file, sha256_json
+from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest
 from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
 from tailtune.run import DATA_FILE

@@ -25,8 +25,9 @@ from huggingface_hub import errors as hub_errors
 from tqdm import tqdm
 
 from tailtune.errors import UserError
+from tailtune.files import read_json, sha256_file, write_json
 from tailtune.log import log
-from tailtune.manifest import partial_directory, publish, read_json, sha256_file, write_json
+from tailtune.manifest import partial_directory, publish
 from tailtune.retry import TEMPORARY_STATUSES, retry
 
 ATTEMPTS = 5

@@ -6,13 +6,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tailtune.fetch.model import describe_base_model
+from tailtune.files import read_json, write_text
 from tailtune.kinds.chat.sections import answer_questions
 from tailtune.log import log
-from tailtune.manifest import (
-    read_json,
-    read_manifest,
-    write_text,
-)
+from tailtune.manifest import read_manifest
 from tailtune.parquet.split import split_rows
 from tailtune.report.data import ReportData
 from tailtune.report.page import render_report

@@ -26,9 +26,10 @@ from trl import SFTTrainer
 
 from tailtune import provenance
 from tailtune.errors import UserError
+from tailtune.files import sha256_json, write_json
 from tailtune.kinds.chat.prompt import encode_row, freeze_chat_template, training_example
 from tailtune.log import log
-from tailtune.manifest import publish, sha256_json, write_json
+from tailtune.manifest import publish
 from tailtune.parquet.split import split_rows
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 
-from tailtune.manifest import (
-    directory_identity,
-    partial_directory,
-    publish,
-    read_json,
-    read_manifest,
-    sha256_json,
-    write_json,
-    write_text,
-)
+from tailtune.files import read_json, sha256_json, write_json, write_text
+from tailtune.manifest import directory_identity, partial_directory, publish, read_manifest
 
 KEY = {"step": "test", "path": Path("a"), "list": (1, 2)}
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 
-from tailtune.manifest import publish, read_json
+from tailtune.files import read_json
+from tailtune.manifest import publish
 from tailtune.parquet.write import write_parquet
 from tailtune.recipe.load import load_recipe, with_overrides
 from tailtune.run import Run

@@ -20,8 +20,8 @@ import xxhash
 from accelerate.utils import gather_object
 
 from tailtune.errors import UserError
+from tailtune.files import sha256_json
 from tailtune.log import log
-from tailtune.manifest import sha256_json
 from tailtune.shared_cache import entry_directory, use_entry
 from tailtune.train.tail.decoder import Split
 from tailtune.train.tail.layout import KeysAndValues, Layout, lay_out, to_tensor

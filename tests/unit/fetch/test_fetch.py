@@ -27,7 +27,8 @@ from tailtune.fetch import dataset as fetch
 from tailtune.fetch import hub, model, transfer
 from tailtune.fetch.dataset import fetch_dataset
 from tailtune.fetch.model import fetch_model
-from tailtune.manifest import partial_directory, read_manifest, sha256_file
+from tailtune.files import sha256_file
+from tailtune.manifest import partial_directory, read_manifest
 from tailtune.run import Run
 
 RETRY_WAIT_SECONDS = transfer.RETRY_WAIT_SECONDS
