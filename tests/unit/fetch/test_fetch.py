@@ -575,7 +575,7 @@ def test_no_content_is_hashed_twice(server: Server, tmp_path: Path, monkeypatch:
         hashed.append(path.name.removesuffix(".part"))
         return sha256_file(path)
 
-    for module in (fetch, model, transfer, manifest):
+    for module in (model, transfer, manifest):
         monkeypatch.setattr(module, "sha256_file", count)
     server.replies["/data.jsonl"] = Reply(DATA)
     fetch_dataset(f"{server.url}/data.jsonl", tmp_path / "raw")
