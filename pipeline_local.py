@@ -19,7 +19,7 @@ from tailtune.jobs.local import count_gpus
 from tailtune.log import LINE_PREFIX
 from tailtune.recipe.load import ENVIRONMENT, load_recipe, with_environment, with_local_overlay, with_overrides
 from tailtune.recipe.schema import Recipe
-from tailtune.run import Run
+from tailtune.run import Run, local_directories
 from tailtune.signals import on_stop
 
 
@@ -39,7 +39,7 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
             try:
                 pipeline(
                     **parameters,
-                    **{f"{name}_dir": str(directory / name) for name in ("data", "models", "workspace")},
+                    **local_directories(directory),
                     run_name=run_name,
                     local=True,
                     recipe=recipe.to_json(),

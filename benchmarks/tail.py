@@ -52,7 +52,7 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tailtune.fetch.small_model import _train_tokenizer
+    from tailtune.fetch.small_model import train_tokenizer
     from tailtune.kinds.chat.prompt import row_answer, row_question
     from tailtune.manifest import publish
     from tailtune.parquet.write import write_parquet
@@ -63,7 +63,7 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
     rows = pq.read_table(folder / "data" / "data.parquet").to_pylist()
     texts = [f"{row_question(recipe.prompt, r)}\n{row_answer(recipe.prompt, r)}" for r in rows]
     assert recipe.model.small is not None
-    tokenizer = _train_tokenizer(recipe.model.small, texts)
+    tokenizer = train_tokenizer(recipe.model.small, texts)
     config = AutoConfig.for_model("smollm3", **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True,
                                   pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
                                   eos_token_id=tokenizer.eos_token_id)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fetch the data set to the data volume."""
+"""Fetch the data file to the data volume."""
 
 from kfp import dsl
 

@@ -1,4 +1,4 @@
-"""Provide the base model on the model volume: fetched once, taken in place, or built small."""
+"""Provide the base model: fetched to the model volume, used in place, or built small."""
 
 from kfp import dsl
 
@@ -18,4 +18,4 @@ def fetch_model(run: str, data_dir: str) -> str:
     with step("model"):
         trust_mounted_certificates()
         this = Run.from_json(run)
-        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir))
+        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir))

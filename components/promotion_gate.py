@@ -11,9 +11,9 @@ def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: O
     """Return `pass` or `fail`; write the verdict as an artifact, as JSON and as a page."""
     from pathlib import Path
 
+    from tailtune.files import write_json
     from tailtune.gate import judge_file, verdict_markdown
     from tailtune.log import step
-    from tailtune.manifest import write_json
     from tailtune.run import Run
     from tailtune.skip_unchanged import record_promotion
 

@@ -12,9 +12,9 @@ def train_stage(run: str, data_dir: str, base_model_dir: str, trainer_image: str
     import math
     from pathlib import Path
 
+    from tailtune.files import read_json
     from tailtune.jobs.train_step import train_stage
     from tailtune.log import step
-    from tailtune.manifest import read_json
     from tailtune.run import Run
 
     with step("train"):

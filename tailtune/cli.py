@@ -11,9 +11,10 @@ import click
 
 from tailtune import __version__
 from tailtune.errors import UserError
+from tailtune.files import read_json
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
-from tailtune.manifest import read_json, read_manifest
+from tailtune.manifest import read_manifest
 from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.run import Run

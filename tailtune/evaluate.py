@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tailtune.files import read_json, sha256_json, write_json
 from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
-from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity, read_json, sha256_json, write_json
+from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity
 from tailtune.metrics import FEW_ROWS, MetricTable, ModelScores
 from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe

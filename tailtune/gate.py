@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tailtune.errors import UserError
+from tailtune.files import read_json, write_json
 from tailtune.log import log
-from tailtune.manifest import read_json, write_json
 from tailtune.recipe.schema import GateRule, Recipe
 
 COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}

@@ -1,98 +1,39 @@
 """Publish a step's files so that they are complete or absent.
 
-A step writes into `DIRECTORY.partial`, then `manifest.json` is written last and the directory is
-renamed into place. A directory with a manifest is therefore complete, and a step that finds its
-own key in the manifest has nothing left to do.
+A step writes into `DIRECTORY.partial`. `manifest.json` is written last, then the directory is renamed
+to its final name. A directory with a manifest is therefore complete, and a step that finds its own key
+in the manifest has nothing left to do.
 """
 
-import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tailtune.files import read_json, sha256_file, sha256_json, write_json
+
 MANIFEST = "manifest.json"
 RESULTS_VERSION = 2
-"""Part of the steps' keys: raise it when the same input gives another result."""
-
-
-def free_bytes(directory: Path) -> int:
-    """Bytes that are free where the directory is, or will be."""
-    return shutil.disk_usage(_existing(directory)).free
-
-
-def on_one_volume(one: Path, other: Path) -> bool:
-    """Whether two directories share their free space, where they are or will be."""
-    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
-
-
-def _existing(path: Path) -> Path:
-    """The path itself or the nearest directory above it that is there."""
-    return next(found for found in (path, *path.parents) if found.exists())
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sha256_json(value: Any) -> str:
-    """SHA-256 of a value's canonical JSON, as hexadecimal text: the identity of a configuration."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file's value, or None when there is no file or no whole JSON text in it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
-        return None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON (indented, UTF-8) so that a reader sees the old file or the whole new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text by rename: a reader sees the old file or the whole new one.
-
-    A file that holds the text already is left untouched, its time included.
-    """
-    if path.is_file() and path.read_bytes() == text.encode("utf-8", "backslashreplace"):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.chmod(temporary, 0o664)  # mkstemp's 0600 would lock out the other pods' user
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+"""Part of the steps' keys: increase it when the same input gives another result."""
 
 
 def partial_directory(directory: Path) -> Path:
-    """Where a step writes before `directory` is published."""
+    """Return the directory that a step writes into before `directory` is published."""
     return directory.with_name(directory.name + ".partial")
 
 
 def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """The manifest of a complete directory, or None.
+    """Return the manifest of a complete directory, or None.
 
     None when there is no manifest, when `key` is given and differs from the manifest's, or when a
     listed file is missing or has another size. Content is not hashed again: that would read whole
-    models on every start.
+    models at every start.
     """
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or not {"key", "files", "facts"} <= manifest.keys():
-        return None  # none, or another program's
+        return None  # no manifest, or another program's
     if key is not None and manifest["key"] != json.loads(json.dumps(key, default=str)):
         return None
     for name, entry in manifest["files"].items():
@@ -103,14 +44,14 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
 
 
 def content_sha256(directory: Path, name: str) -> str:
-    """SHA-256 of a file in a published directory: read from its manifest, or computed where there is none."""
+    """Return the SHA-256 of a file in a published directory, from its manifest, or computed if there is none."""
     manifest = read_manifest(directory)
     entry = manifest["files"].get(name) if manifest else None
     return str(entry["sha256"]) if entry else sha256_file(directory / name)
 
 
 def directory_identity(directory: Path) -> str:
-    """SHA-256 that changes when a directory's content does: of its manifest, or of every file."""
+    """Return a SHA-256 that changes with a directory's content: of its manifest, or of every file."""
     if read_manifest(directory):
         return sha256_file(directory / MANIFEST)
     return sha256_json(
@@ -121,12 +62,12 @@ def directory_identity(directory: Path) -> str:
 def write_manifest(
     directory: Path, key: Mapping[str, Any], facts: Mapping[str, Any], known_sha256: Mapping[str, str] | None = None
 ) -> None:
-    """Hash every file below `directory`, but for those whose hash is known, and write its manifest, last."""
+    """Hash every file below `directory` whose hash is not known, and write the manifest, last."""
     known_sha256, files = known_sha256 or {}, {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name != MANIFEST:
-            path.chmod(path.stat().st_mode | 0o444)  # safetensors writes 0600, and other pods have other users
+            path.chmod(path.stat().st_mode | 0o444)  # safetensors writes 0600, but other pods have other users
             files[name] = {"bytes": path.stat().st_size, "sha256": known_sha256.get(name) or sha256_file(path)}
     write_json(directory / MANIFEST, {"key": key, "files": files, "facts": facts})
 
@@ -140,27 +81,27 @@ def publish(
     keep_partial: bool = False,
     known_sha256: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
-    """Yield the directory to write into; publish it under `directory` when the block succeeds.
+    """Yield the directory to write into; publish it as `directory` when the block succeeds.
 
-    `key` is what the content depends on, `facts` what the block found out (fill it in the block).
-    `known_sha256` (file name to hash, filled in likewise) saves reading those files again.
-    When the block raises, nothing appears under `directory`; what it wrote is deleted, unless
-    `keep_partial` says that the next attempt can go on from there.
+    `key` is what the content depends on, `facts` is what the block finds out; the block fills it in.
+    `known_sha256` (file name to hash), filled in likewise, saves reading those files again.
+    When the block raises, `directory` stays as it is, and what the block wrote is deleted, unless
+    `keep_partial` is set, so that the next attempt can resume from it.
     """
-    partial = partial_directory(directory)
+    partial_dir = partial_directory(directory)
     if not keep_partial:
-        shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial_dir, ignore_errors=True)
+    partial_dir.mkdir(parents=True, exist_ok=True)
     try:
-        yield partial
-        write_manifest(partial, key, facts, known_sha256)
+        yield partial_dir
+        write_manifest(partial_dir, key, facts, known_sha256)
     except BaseException:
         if not keep_partial:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_dir, ignore_errors=True)
         raise
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         directory.rename(old)
-    partial.rename(directory)
+    partial_dir.rename(directory)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where a result comes from: code, packages, machine."""
+"""Record where a result comes from: code, packages, GPUs."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ PACKAGES = ("tailtune", "torch", "transformers", "trl", "accelerate", "datasets"
 
 
 def collect() -> dict[str, Any]:
-    """Git commit, Python, package versions, GPUs and image; None where something is not known."""
+    """Return git commit, Python, package versions, GPUs and image; None for what is not known."""
     import torch
 
     return {
@@ -24,8 +24,8 @@ def collect() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit that the image was built from, or of the checkout that runs, `-dirty` when it has changes."""
-    # The second is set in images that OpenShift builds.
+    """Return the commit of the image, or that of the checkout, with `-dirty` when it has changes; None if not known."""
+    # OpenShift sets the second variable in the images that it builds.
     if commit := os.environ.get("TAILTUNE_GIT_COMMIT") or os.environ.get("OPENSHIFT_BUILD_COMMIT"):
         return commit
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -36,6 +36,7 @@ def git_commit() -> str | None:
 
 
 def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

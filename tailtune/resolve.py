@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
+from tailtune.files import free_bytes, write_json
 from tailtune.log import log
-from tailtune.manifest import free_bytes, write_json
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run

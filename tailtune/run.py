@@ -1,4 +1,4 @@
-"""One run: a resolved recipe and the directories it lives in. The volumes' layout stands here, once."""
+"""One run: a resolved recipe and its directories. The layout of the volumes is defined here, and only here."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,19 @@ from tailtune.recipe.schema import Recipe
 DATA_FILE = "data.parquet"
 """Name of the file that the parquet step publishes: all rows, split when read."""
 RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-"""A run's name is a directory's name."""
-
+"""A run's name is the name of its directories."""
 
 MOUNTS = {"data_dir": "/shared/data", "models_dir": "/shared/models", "workspace_dir": "/shared/workspace"}
 """Where the claims are mounted in every pod of a cluster, steps and training alike."""
 
 
+def local_directories(local_dir: Path) -> dict[str, str]:
+    """Return the three directories of a run on one machine, by their name in `Run`: all in one, runs/NAME/."""
+    return {f"{name}_dir": str(local_dir / name) for name in ("data", "models", "workspace")}
+
+
 class Run(Config):
-    """What every step is given. Travels as one JSON parameter."""
+    """The input of every step, passed between them as one JSON parameter."""
 
     name: str
     recipe: Recipe
@@ -31,9 +35,9 @@ class Run(Config):
     workspace_dir: Path
     """This run's directory on the workspace volume: reports, logs, caches."""
     pipeline_run: str = ""
-    """Id of the pipeline's run: of several runs of this name, one."""
+    """Id of the pipeline's run: tells several runs of the same name apart."""
     local: bool
-    """Whether the run is on one machine, with the recipe's `local:` overlay."""
+    """Whether the run is on one machine, with the recipe's `local:` overlay and the layout of `local_directories`."""
 
     @property
     def raw_dir(self) -> Path:
@@ -47,7 +51,7 @@ class Run(Config):
 
     @property
     def base_model_dir(self) -> Path:
-        """The base model, when it was downloaded or built."""
+        """The base model, when it is downloaded or built."""
         return self.models_dir / "base_model"
 
     @property
@@ -60,17 +64,28 @@ class Run(Config):
 
     @property
     def hidden_state_cache_dir(self) -> Path:
-        """States of frozen layers, shared by all runs: their key decides."""
-        return self._of_all_runs("hidden_state_cache")
+        """Hidden states of frozen layers, shared by all runs, one directory per key."""
+        return self._shared_dir("hidden_state_cache")
+
+    @property
+    def small_model_cache_dir(self) -> Path:
+        """Small base models, shared by all runs, one directory per key."""
+        return self._shared_dir("small_models")
 
     @property
     def promotions_dir(self) -> Path:
-        """What the last runs that passed the gate were made from."""
-        return self._of_all_runs("promoted")
+        """What the last run that passed the gate was made from, one file per recipe and settings."""
+        return self._shared_dir("promoted")
 
-    def _of_all_runs(self, name: str) -> Path:
-        """Local runs lie in runs/NAME/, those of a cluster in a directory NAME on each volume."""
-        return self.workspace_dir.parent.parent / f".{name}" if self.local else self.workspace_dir.parent / name
+    @property
+    def local_dir(self) -> Path:
+        """Directory of a local run, runs/NAME/: `local_directories` puts the workspace directly into it."""
+        assert self.local, "a run on a cluster has a directory on each volume"
+        return self.workspace_dir.parent
+
+    def _shared_dir(self, name: str) -> Path:
+        """Directory of all runs: runs/.NAME next to the local runs, NAME next to the runs on the workspace volume."""
+        return self.local_dir.parent / f".{name}" if self.local else self.workspace_dir.parent / name
 
     @property
     def evaluation_path(self) -> Path:
@@ -82,13 +97,13 @@ class Run(Config):
 
     @property
     def bad_input_path(self) -> Path:
-        """Why the training of a run cannot succeed, for the next attempt of its step."""
+        """Why the training cannot succeed, for the next attempt of its step."""
         return self.workspace_dir / "bad_input.json"
 
     @property
     def report_path(self) -> Path:
-        """Local runs keep `data/`, `models/`, `workspace/` in one directory; the report lies beside them."""
-        return self.workspace_dir.parent / "report.html" if self.local else self.workspace_dir / "report.html"
+        """The report, in the workspace on a cluster, next to it on one machine."""
+        return (self.local_dir if self.local else self.workspace_dir) / "report.html"
 
     @property
     def run_path(self) -> Path:
@@ -105,5 +120,5 @@ class Run(Config):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "run"
-            raise UserError(f"this is not the output of the resolve step: {field}: {first['msg']}; "
-                            "run the pipeline again") from None  # fmt: skip
+            problem = f"this is not the output of the resolve step: {field}: {first['msg']}"
+            raise UserError(problem, "run the pipeline again") from None

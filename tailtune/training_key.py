@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity, read_json, write_json
+from tailtune.files import read_json, write_json
+from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.run import DATA_FILE
 

@@ -1,4 +1,4 @@
-"""What the servers of the tests have in common: HTTP on a free port, refusals, and bodies checked against models."""
+"""Shared by the test servers: HTTP on a free port, error answers, and bodies checked against models."""
 
 import json
 import re
@@ -14,7 +14,7 @@ SIMPLE = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 
 
 class Refused(Exception):
-    """An answer that is an error, with its HTTP status."""
+    """Answers a request with an error and its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class Refused(Exception):
 
 
 class HttpServer(ABC):
-    """Passes every request to `answer`, each in a thread of its own."""
+    """Passes every request to `answer`, each in its own thread."""
 
     def __init__(self) -> None:
         outer = self
@@ -53,7 +53,7 @@ class HttpServer(ABC):
 
 
 def send_json(request: BaseHTTPRequestHandler, status: int, answer: Any, **headers: str) -> None:
-    """Answer a request; a client that has gone is no error."""
+    """Answer a request; a client that has disconnected is no error."""
     content = json.dumps(answer).encode()
     with suppress(BrokenPipeError, ConnectionResetError):
         request.send_response(status)
@@ -70,23 +70,23 @@ def check_fields(value: Any, kind: str, models: Sequence[Any], path: str = "") -
     `models` are the modules of generated clients, where a class has the kind's name.
     """
     if match := re.fullmatch(r"list\[(.*)\]", kind):
-        for i, one in enumerate(value or []):
-            check_fields(one, match[1], models, f"{path}[{i}]")
+        for i, element in enumerate(value or []):
+            check_fields(element, match[1], models, f"{path}[{i}]")
         return
     if match := re.fullmatch(r"dict\((?:str), (.*)\)", kind):
-        for key, one in (value or {}).items():
-            check_fields(one, match[1], models, f"{path}.{key}")
+        for key, element in (value or {}).items():
+            check_fields(element, match[1], models, f"{path}.{key}")
         return
     model = next((getattr(module, kind) for module in models if hasattr(module, kind)), None)
-    if not getattr(model, "attribute_map", None):  # text, numbers, and enumerations, which are text
+    if not getattr(model, "attribute_map", None):  # text, numbers, and enumerations, whose values are text
         if kind in SIMPLE and not isinstance(value, SIMPLE[kind]):
             raise Refused(422, f"{path}: Invalid value: {value!r}: must be of type {kind}")
         return
     if not isinstance(value, dict):
         raise Refused(422, f"{path}: must be an object")
     names = {json_name: name for name, json_name in model.attribute_map.items()}
-    for key, one in value.items():
+    for key, field in value.items():
         if key not in names:
             raise Refused(400, f'strict decoding error: unknown field "{f"{path}.{key}".lstrip(".")}"')
-        if one is not None:
-            check_fields(one, model.openapi_types[names[key]], models, f"{path}.{key}")
+        if field is not None:
+            check_fields(field, model.openapi_types[names[key]], models, f"{path}.{key}")

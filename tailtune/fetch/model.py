@@ -1,63 +1,105 @@
-"""The base model of a run: fetched from the hub, taken from a directory, or built small."""
+"""Provide the base model of a run: fetched from the hub, used in place, or built small."""
 
 import re
 import shutil
-from functools import partial as bind
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub as hub
-import pyarrow.parquet as pq
 from huggingface_hub import errors as hub_errors
 
 from tailtune.errors import UserError
 from tailtune.fetch import transfer
-from tailtune.fetch.hub import ask_hub, hub_endpoint
+from tailtune.fetch.hub import hub_endpoint, query_hub
+from tailtune.files import sha256_file, sha256_json
 from tailtune.log import log
-from tailtune.manifest import read_manifest, sha256_file, sha256_json
-from tailtune.parquet.split import split_rows
+from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest
+from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
+from tailtune.run import DATA_FILE
+from tailtune.shared_cache import use_entry
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path) -> Path:
-    """Where the base model lies: `directory` when it is fetched or built, else the one that was named.
+def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None = None) -> Path:
+    """Return the base model's directory: `directory` when it is fetched or built, else the one that the recipe names.
 
-    `data_dir` holds `data.parquet`; a small model trains its tokenizer on the training rows.
+    A small model learns its tokenizer and first words from the training rows of `data_dir`'s Parquet file. Runs with
+    the same `cache_dir` build it only once. Raises UserError.
     """
     name = recipe.model.base_model
     if name == "small":
-        from tailtune.fetch.small_model import build_small_model
-
-        table = pq.read_table(data_dir / "data.parquet")
-        train, _ = split_rows(table, recipe.data.split_by, recipe.data.validation_share, recipe.seed)
-        manifest = read_manifest(data_dir)
-        assert manifest is not None, "the parquet step publishes with a manifest"
-        return build_small_model(recipe, train, manifest["files"]["data.parquet"]["sha256"], directory)
+        return _provide_small_model(recipe, data_dir, directory, cache_dir)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"base_model {path} holds no config.json; give the directory of a Transformers model")
+            raise UserError(f"base_model {path} holds no config.json", "give the directory of a Transformers model")
         log.info("model: %s is used in place", path)
         return path.resolve()
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"base_model '{name}' is no directory and no hub name; give OWNER/NAME, a path, or small")
+        raise UserError(f"base_model '{name}' is no directory and no hub name", "give OWNER/NAME, a path, or small")
     return fetch_model(name, directory, revision=recipe.model.revision)
 
 
+def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None) -> Path:
+    """Return `directory` with the recipe's small model: left as it is, copied from the cache, or built.
+
+    The run owns its copy (a few megabytes): trained checkpoints stay usable when the cache is deleted.
+    """
+    small = recipe.model.small
+    if small is None:
+        raise UserError("model.base_model is 'small' but the recipe has no model.small", "describe it there")
+    key = {
+        "version": RESULTS_VERSION,
+        "small": small.model_dump(),
+        "prompt": recipe.prompt.model_dump(),
+        "data": content_sha256(data_dir, DATA_FILE),
+        "split": [recipe.data.split_by, recipe.data.validation_share],
+        "seed": recipe.seed,
+    }
+    if read_manifest(directory, key):
+        log.info("model: small %s is built already", small.model_type)
+        return directory
+    entry = use_entry(cache_dir, key) if cache_dir else None
+    # Every build has a name of its own, so two runs that build the same model at once do not meet.
+    builds = sorted(path for path in entry.glob("*/") if path.suffix != ".partial") if entry else []
+    cached = next((path for path in builds if read_manifest(path, key)), None)
+    if cached:
+        _copy_published(cached, directory)
+        log.info("model: small %s was built by an earlier run: copied", small.model_type)
+        return directory
+    from tailtune.fetch.small_model import build_small_model  # torch: seconds that the other ways do not need
+
+    train, _ = read_split(recipe, data_dir / DATA_FILE)
+    build_small_model(recipe, small, train, key, directory)
+    if entry:
+        _copy_published(directory, entry / uuid.uuid4().hex)
+    return directory
+
+
+def _copy_published(source: Path, target: Path) -> None:
+    """Publish a copy of a complete directory, its manifest included."""
+    manifest = read_manifest(source)
+    assert manifest is not None, "only complete directories are copied"
+    with publish(target, manifest["key"], manifest["facts"]) as partial_dir:
+        shutil.copytree(source, partial_dir, dirs_exist_ok=True)
+
+
 def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
-    """Name, kind (`hub`, `directory`, `small`) and a note, for the report."""
+    """Return name, kind (`hub`, `directory`, `small`), note and, if known, revision, for the report."""
     manifest = read_manifest(directory)
     facts = manifest["facts"] if manifest else {}
     small = recipe.model.base_model == "small"
     kind = "small" if small else "directory" if Path(recipe.model.base_model).expanduser().is_dir() else "hub"
-    described = {"name": recipe.model.base_model, "kind": kind, "note": str(facts.get("note", ""))}
+    description = {"name": recipe.model.base_model, "kind": kind, "note": str(facts.get("note", ""))}
     if small and recipe.model.small:
-        described["name"] = f"small {recipe.model.small.model_type}"
+        description["name"] = f"small {recipe.model.small.model_type}"
     if facts.get("revision"):
-        described["revision"] = str(facts["revision"])
-    return described
+        description["revision"] = str(facts["revision"])
+    return description
 
 
 MODEL_FILE = re.compile(
@@ -70,8 +112,8 @@ MODEL_FILE = re.compile(
 def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
     """Fetch a hub model (configuration, tokenizer, chat template, safetensors) into `directory`.
 
-    The commit is resolved once, recorded, and kept. Files that an interrupted attempt finished are
-    not received again. Returns `directory`. Raises UserError.
+    The revision is resolved to a commit once; the commit is recorded and kept. Files that an interrupted
+    attempt received in full are not received again. Returns `directory`. Raises UserError.
     """
     key = {"model": name, "revision": revision}
     shown = f"model {name}"
@@ -80,54 +122,57 @@ def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
         return directory
     facts: dict[str, Any] = {"source": f"hf://{name}"}
     endpoint = hub_endpoint()
-    with transfer.complete_or_absent(directory, key, facts, shown, endpoint) as (partial, hashes):
+    with transfer.complete_or_absent(directory, key, facts, shown, endpoint) as (partial_dir, hashes):
         api = hub.HfApi(endpoint=endpoint)
-        info = ask_hub(api.model_info, name, revision=revision, files_metadata=True)
+        info = query_hub(api.model_info, name, revision=revision, files_metadata=True)
         files = _model_files(info.siblings or [], shown)
         facts |= {"revision": info.sha, "bytes": sum(file.size or 0 for file in files)}
         log.info("fetch: %s: %s is commit %s, %s bytes", shown, revision, info.sha, f"{facts['bytes']:,}")
-        transfer.keep_if(partial, {"key": key, "revision": info.sha})
-        transfer.check_space(partial, facts["bytes"])
-        with transfer.logged_growth(partial, facts["bytes"]):
-            transfer.retry(bind(_snapshot, api, name, str(info.sha), partial, files))
-        shutil.rmtree(partial / ".cache", ignore_errors=True)
-        hashes |= _checked_hashes(partial, files, shown)
+        transfer.keep_if_same(partial_dir, {"key": key, "revision": info.sha})
+        transfer.check_space(partial_dir, facts["bytes"])
+        with transfer.log_growth(partial_dir, facts["bytes"]):
+            transfer.call_with_retries(partial(_download_snapshot, api, name, str(info.sha), partial_dir, files))
+        shutil.rmtree(partial_dir / ".cache", ignore_errors=True)
+        hashes |= _check_hashes(partial_dir, files, shown)
         facts["sha256"] = sha256_json(hashes)
     return directory
 
 
 def _model_files(siblings: list[Any], shown: str) -> list[Any]:
-    """What transformers reads, and the licence."""
+    """Return the files that Transformers reads, and the licence. Raises UserError when essential ones are missing."""
     files = [file for file in siblings if MODEL_FILE.fullmatch(file.rfilename)]
     names = {file.rfilename for file in files}
     if not any(name.endswith(".safetensors") for name in names):
-        raise UserError(f"{shown} has no .safetensors file; take a model or a revision that has safetensors")
+        raise UserError(f"{shown} has no .safetensors file", "take a model or a revision that has safetensors")
     if "config.json" not in names:
-        raise UserError(f"{shown} has no config.json; take a model that transformers can load")
+        raise UserError(f"{shown} has no config.json", "take a model that transformers can load")
     return files
 
 
-def _snapshot(api: hub.HfApi, name: str, commit: str, partial: Path, files: list[Any]) -> None:
+def _download_snapshot(api: hub.HfApi, name: str, commit: str, partial_dir: Path, files: list[Any]) -> None:
+    """Make one attempt at all files. Raises what the hub answered, and GaveUp when files are missing."""
     names = [file.rfilename for file in files]
     try:
-        api.snapshot_download(name, revision=commit, local_dir=partial, allow_patterns=names, tqdm_class=transfer.Bar)
+        api.snapshot_download(
+            name, revision=commit, local_dir=partial_dir, allow_patterns=names, tqdm_class=transfer.ProgressBar
+        )
     except hub_errors.LocalEntryNotFoundError as error:
-        raise error.__cause__ or error from None  # the hub's own answer, hidden behind "not found locally"
-    except RuntimeError as error:  # hf_xet has no class of its own for a transfer that failed
+        raise error.__cause__ or error from None  # what the hub answered, hidden behind "not found locally"
+    except RuntimeError as error:  # hf_xet has no exception of its own for a failed transfer
         raise transfer.Interrupted(str(error)) from None
-    # When the hub cannot list its files in six tries of its client, 23 s in all, snapshot_download
-    # returns an incomplete folder with a warning only.
+    # When the hub's list of files cannot be read in six attempts of the client (23 s in all), snapshot_download
+    # returns an incomplete directory with only a warning.
     for file in files:
-        path = partial / file.rfilename
+        path = partial_dir / file.rfilename
         if not path.is_file() or file.size not in (None, path.stat().st_size):
             raise transfer.GaveUp(f"{file.rfilename} did not arrive in full")
 
 
-def _checked_hashes(partial: Path, files: list[Any], shown: str) -> dict[str, str]:
-    """SHA-256 of every file, by name; those of large files are what the hub says."""
-    hashes = {file.rfilename: sha256_file(partial / file.rfilename) for file in files}
+def _check_hashes(partial_dir: Path, files: list[Any], shown: str) -> dict[str, str]:
+    """Return the SHA-256 of every file by name; compare those of large files with the hub's. Raises UserError."""
+    hashes = {file.rfilename: sha256_file(partial_dir / file.rfilename) for file in files}
     for file in files:
         if file.lfs and hashes[file.rfilename] != file.lfs.sha256:
-            transfer.empty(partial)
-            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says; run again")
+            transfer.empty(partial_dir)
+            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says", "run again")
     return hashes

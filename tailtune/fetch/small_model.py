@@ -1,11 +1,12 @@
-"""A small model of the recipe's own architecture, for runs without a downloaded one.
+"""Build a small model of the recipe's own architecture, for runs without a downloaded one.
 
-The tokenizer is trained on the data, the weights are random and then pretrained for a moment on the
-training rows as plain text (no chat format, no system prompt), so that "before" in the report is a
-model that knows words and not mere noise. Validation rows are never seen.
+The tokenizer is trained on the training rows. The weights start at random and are pretrained briefly on
+the same rows as plain text (no chat format, no system prompt), so that "before" in the report is a
+model that knows words, not noise. Validation rows are never used.
 """
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import freeze_chat_template, row_answer, row_question
 from tailtune.log import log
-from tailtune.manifest import RESULTS_VERSION, publish, read_manifest
+from tailtune.manifest import publish
 from tailtune.recipe.schema import Recipe, SmallModel
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 16
 WARMUP_STEPS = 20
-MAX_TOKENIZER_ROWS = 200_000  # BPE gains nothing from more, and would count words for minutes
+MAX_TOKENIZER_ROWS = 200_000  # more do not improve BPE, and counting their words takes minutes
 NOTE = (
     "A small model of the recipe's architecture, built on this machine: tokenizer trained on the training "
     "rows, random weights pretrained for {steps} steps on the same rows as plain text. Its answers show the "
@@ -32,40 +33,28 @@ NOTE = (
 )
 
 
-def build_small_model(recipe: Recipe, train: pa.Table, data_sha256: str, directory: Path) -> Path:
-    """Build, pretrain and publish the recipe's small model; a finished one is left untouched.
+def build_small_model(
+    recipe: Recipe, small: SmallModel, train: pa.Table, key: Mapping[str, Any], directory: Path
+) -> None:
+    """Build and pretrain a small model and publish it in `directory` under `key`. Raises UserError.
 
-    `train` holds the training rows alone (columns of `data.columns`). Returns `directory`.
+    `train` contains the training rows only, with the columns of `data.columns`.
     """
-    small = recipe.model.small
-    if small is None:
-        raise UserError("model.base_model is 'small' but the recipe has no model.small; describe it there")
-    key = {
-        "version": RESULTS_VERSION,
-        "small": small.model_dump(),
-        "prompt": recipe.prompt.model_dump(),
-        "data": data_sha256,
-        "split": [recipe.data.split_by, recipe.data.validation_share],
-        "seed": recipe.seed,
-    }
-    if read_manifest(directory, key):
-        log.info("model: small %s is built already", small.model_type)
-        return directory
     facts: dict[str, object] = {"kind": "small", "note": NOTE.format(steps=small.pretrain_steps)}
-    with publish(directory, key, facts) as partial:
+    with publish(directory, key, facts) as partial_dir:
         rows = train.to_pylist()
-        texts = [f"{row_question(recipe.prompt, r)}\n{row_answer(recipe.prompt, r)}" for r in rows]
+        texts = [f"{row_question(recipe.prompt, row)}\n{row_answer(recipe.prompt, row)}" for row in rows]
         random.Random(recipe.seed).shuffle(texts)
-        tokenizer = _train_tokenizer(small, [recipe.prompt.system, *texts[:MAX_TOKENIZER_ROWS]])
+        tokenizer = train_tokenizer(small, [recipe.prompt.system, *texts[:MAX_TOKENIZER_ROWS]])
         model = _new_model(small, tokenizer, recipe.seed)
         _pretrain(model, tokenizer, texts, small)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial_dir)
+        tokenizer.save_pretrained(partial_dir)
     log.info("model: built %s with %s parameters", small.model_type, f"{model.num_parameters():,}")
-    return directory
 
 
-def _train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with ChatML's markers on the texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -87,8 +76,10 @@ def _train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizer
 
 def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     if small.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers; "
-                        "use for example smollm3, llama or gpt_neox")  # fmt: skip
+        raise UserError(
+            f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers",
+            "use for example smollm3, llama or gpt_neox",
+        )
     config = AutoConfig.for_model(
         small.model_type,
         vocab_size=len(tokenizer),
@@ -107,11 +98,11 @@ def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int)
 
 
 def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], small: SmallModel) -> None:
-    """Causal-LM steps over the texts, joined by end-of-text and cut into chunks; cosine schedule."""
+    """Train on the texts, joined by the end-of-text token and cut into sequences, with a cosine schedule."""
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, end]]
-    chunk = BATCH_SIZE * SEQUENCE_LENGTH
-    while len(stream) < chunk:  # a handful of rows: read them several times
+    batch_tokens = BATCH_SIZE * SEQUENCE_LENGTH
+    while len(stream) < batch_tokens:  # few rows are repeated
         stream += stream
     tokens = torch.tensor(stream)
     optimizer = torch.optim.AdamW(model.parameters(), lr=small.pretrain_learning_rate, weight_decay=0.01)
@@ -125,8 +116,8 @@ def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], 
     )
     model.train()
     for step in range(small.pretrain_steps):
-        start = (step * chunk) % (len(tokens) - chunk + 1)
-        batch = tokens[start : start + chunk].view(BATCH_SIZE, SEQUENCE_LENGTH)
+        start = (step * batch_tokens) % (len(tokens) - batch_tokens + 1)
+        batch = tokens[start : start + batch_tokens].view(BATCH_SIZE, SEQUENCE_LENGTH)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

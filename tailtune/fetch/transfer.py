@@ -1,8 +1,8 @@
-"""Bring bytes here over a network that fails, onto a disk that may be too small.
+"""Receive bytes over a network that may fail, onto a disk that may be too small.
 
-Bytes are received into `DIRECTORY.partial` and published by rename with a manifest. A partial file
-survives a lost connection and a killed process; the next attempt goes on from its end, but only
-when the source still serves the same version (ETag, commit).
+Bytes are received into `DIRECTORY.partial`, which is published by rename with a manifest. A partial file
+survives a lost connection and a killed process. The next attempt resumes at its end, but only if the
+source still serves the same version (ETag, commit).
 """
 
 import errno
@@ -13,29 +13,30 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial as bind
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import botocore.exceptions
 import httpx2
 import requests
-import tenacity
 import urllib3.exceptions
 from huggingface_hub import errors as hub_errors
 from tqdm import tqdm
 
 from tailtune.errors import UserError
+from tailtune.files import read_json, sha256_file, write_json
 from tailtune.log import log
-from tailtune.manifest import partial_directory, publish, read_json, sha256_file, write_json
+from tailtune.manifest import partial_directory, publish
+from tailtune.retry import TEMPORARY_STATUSES, retry
 
 ATTEMPTS = 5
-RETRY_WAIT_SECONDS = 1.0
-"""First wait between two attempts; it doubles, with jitter."""
+RETRY_WAIT_SECONDS = 2.0
+"""Upper limit of the wait after the first attempt; it doubles. The wait is random, half of the limit on average."""
 PROGRESS_SECONDS = 10.0
 
 STATE = ".fetch.json"
-"""In a partial directory: what the bytes beside it belong to."""
+"""File in a partial directory that records which version of which source its bytes belong to."""
 
 TOKEN = "HF_TOKEN (a variable, or a mounted file that HF_TOKEN_PATH names)"
 S3_REMEDY = (
@@ -43,16 +44,16 @@ S3_REMEDY = (
     "secret and name it in TAILTUNE_S3_SECRET_DIR; check the bucket's policy"
 )
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Body:
     offset: int
-    """Where the chunks start: the offset that was asked for, or 0 when the source starts again."""
+    """Where the chunks start: at the requested offset, or at 0 when the source cannot resume."""
     total_bytes: int | None
     version: str | None
-    """ETag, or another mark that changes with the content; None forbids to resume."""
+    """ETag, or another value that changes with the content; None: never resume."""
     chunks: Iterator[bytes]
 
 
@@ -60,94 +61,92 @@ class Body:
 class Origin:
     name: str
     open: Callable[[int, str | None], AbstractContextManager[Body]]
-    """From (offset, the version that the bytes before it have)."""
+    """Takes the offset to start at, and the version of the bytes before it."""
     revision: str | None = None
     sha256: str | None = None
 
 
 class Interrupted(Exception):
-    """The transfer failed in a way that may pass; what has arrived is kept."""
+    """The transfer failed, perhaps only temporarily; what has arrived is kept."""
 
 
 class GaveUp(Interrupted):
-    """The same after a client's own retries: not attempted again."""
+    """The same after a client's own retries; not retried."""
 
 
 @contextmanager
 def complete_or_absent(
     directory: Path, key: Mapping[str, Any], facts: dict[str, Any], shown: str, endpoint: str
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """`publish` that explains the clients' and the disk's errors as UserErrors that say what to do.
+    """Publish `directory`, and turn errors of the clients and the disk into UserErrors that say what to do.
 
-    Yields the partial directory, which stays where the next attempt can go on from it, and the hashes
-    of its files by name, to be filled in as far as they are known.
+    Yields the partial directory, which is kept if the next attempt can resume from it, and a dictionary of
+    the SHA-256 of its files by name, for the caller to fill as far as they are known.
     """
-    partial = partial_directory(directory)
+    partial_dir = partial_directory(directory)
     known_sha256: dict[str, str] = {}
     try:
         with publish(directory, key, facts, keep_partial=True, known_sha256=known_sha256):
-            yield partial, known_sha256
-            (partial / STATE).unlink()
+            yield partial_dir, known_sha256
+            (partial_dir / STATE).unlink()
     except Exception as error:
-        if problem := _client_problem(error, shown, endpoint):
-            raise UserError(problem) from None
+        if user_error := _client_error(error, shown, endpoint):
+            raise user_error from None
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_dir, ignore_errors=True)
             free = shutil.disk_usage(directory.parent).free
-            needed = facts.get("bytes", 0)
-            raise UserError(f"no space in {directory.parent}: {needed:,} bytes are needed, {free:,} bytes "
-                            "are free; free some, or take a larger volume") from None  # fmt: skip
+            problem = f"no space in {directory.parent}: {facts.get('bytes', 0):,} bytes are needed"
+            raise UserError(f"{problem}, {free:,} bytes are free", "free some, or take a larger volume") from None
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"cannot read or write {error.filename or directory} ({error.strerror}); check "
-                            "the volume's access mode and the permissions") from None  # fmt: skip
+            problem = f"cannot read or write {error.filename or directory} ({error.strerror})"
+            raise UserError(problem, "check the volume's access mode and the permissions") from None
         raise
     finally:
-        if not _num_bytes(partial):
-            shutil.rmtree(partial, ignore_errors=True)
+        if not _num_bytes(partial_dir):
+            shutil.rmtree(partial_dir, ignore_errors=True)
 
 
 def receive(
-    origin: Origin, partial: Path, key: Mapping[str, Any], facts: dict[str, Any], sha256: str | None, shown: str
+    origin: Origin, partial_dir: Path, key: Mapping[str, Any], facts: dict[str, Any], sha256: str | None, shown: str
 ) -> None:
-    """Bring `partial/NAME` here, whole and checked; fill `facts` in."""
-    part = partial / f"{origin.name}.part"
-    retry(bind(_receive_rest, origin, part, key, facts))
-    found = sha256_file(part)
-    problem = None
+    """Receive the whole of `origin` into `partial_dir`, check it, and fill in `facts`. Raises UserError."""
+    part = partial_dir / f"{origin.name}.part"
+    call_with_retries(partial(_receive_rest, origin, part, key, facts))
+    actual = sha256_file(part)
+    error = None
     if _num_bytes(part) == 0:
-        problem = f"{shown} is empty (0 bytes); give a file with data"
-    elif sha256 and found != sha256:
-        problem = f"{shown} has sha256 {found}, expected {sha256}; correct data.sha256 or restore the file"
-    elif origin.sha256 and found != origin.sha256:
-        problem = f"{shown} arrived with sha256 {found}, the hub says {origin.sha256}; run the step again"
-    if problem:
-        empty(partial)
-        raise UserError(problem)
-    facts |= {"bytes": _num_bytes(part), "sha256": found, "file": origin.name}
-    part.rename(partial / origin.name)
+        error = UserError(f"{shown} is empty (0 bytes)", "give a file with data")
+    elif sha256 and actual != sha256:
+        error = UserError(f"{shown} has sha256 {actual}, expected {sha256}", "correct data.sha256 or restore the file")
+    elif origin.sha256 and actual != origin.sha256:
+        error = UserError(f"{shown} arrived with sha256 {actual}, the hub says {origin.sha256}", "run the step again")
+    if error:
+        empty(partial_dir)
+        raise error
+    facts |= {"bytes": _num_bytes(part), "sha256": actual, "file": origin.name}
+    part.rename(partial_dir / origin.name)
 
 
 def _receive_rest(origin: Origin, part: Path, key: Mapping[str, Any], facts: dict[str, Any]) -> None:
-    """Bring `part` to its full length, going on from what is there where that is safe."""
-    partial = part.parent
+    """Make one attempt to complete `part`; it resumes what an earlier one received where that is safe."""
     identity = {"key": key, "revision": origin.revision, "name": origin.name}
-    state = keep_if(partial, identity)
-    have, total, version = _num_bytes(part), state.get("bytes"), state.get("version")
-    if have and have == total:
-        facts |= {"bytes": have, "revision": origin.revision or _etag(version)}
+    state = keep_if_same(part.parent, identity)
+    received, total, version = _num_bytes(part), state.get("bytes"), state.get("version")
+    if received and received == total:
+        facts |= {"bytes": received, "revision": origin.revision or _etag(version)}
         return
-    resumable = version and total and have < total
-    with origin.open(have if resumable else 0, version) as body:
+    resumable = version and total and received < total
+    with origin.open(received if resumable else 0, version) as body:
         facts |= {"bytes": body.total_bytes or 0, "revision": origin.revision or _etag(body.version)}
         if body.offset == 0:
             part.unlink(missing_ok=True)
             state = {"identity": identity, "version": body.version, "bytes": body.total_bytes}
-            write_json(partial / STATE, state)
+            write_json(part.parent / STATE, state)
         else:
-            log.info("fetch: %s: going on at byte %s", origin.name, f"{body.offset:,}")
-        check_space(partial, body.total_bytes or 0)
-        bar = Bar(total=body.total_bytes, initial=body.offset, desc=origin.name, unit="B", unit_scale=True)
-        with part.open("ab") as file, bar, logged_growth(partial, body.total_bytes):
+            log.info("fetch: %s: resuming at byte %s", origin.name, f"{body.offset:,}")
+        check_space(part.parent, body.total_bytes or 0)
+        bar = ProgressBar(total=body.total_bytes, initial=body.offset, desc=origin.name, unit="B", unit_scale=True)
+        with part.open("ab") as file, bar, log_growth(part.parent, body.total_bytes):
             for chunk in body.chunks:
                 file.write(chunk)
                 bar.update(len(chunk))
@@ -156,35 +155,37 @@ def _receive_rest(origin: Origin, part: Path, key: Mapping[str, Any], facts: dic
 
 
 def _etag(version: str | None) -> str | None:
+    """Return the version if it is an ETag (it may be a date), without its quotes."""
     return version.strip('"') if version and version.startswith('"') else None
 
 
-# --- the partial directory, the disk and how they fill ---------------------------------------------
+# --- the partial directory, disk space, progress ---------------------------------------------------
 
 
-def keep_if(partial: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep what lies in `partial` if it was received for `identity`; otherwise start it anew."""
-    state: dict[str, Any] = read_json(partial / STATE) or {}
+def keep_if_same(partial_dir: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a partial directory; empty the directory if it was received for another `identity`."""
+    state: dict[str, Any] = read_json(partial_dir / STATE) or {}
     if state.get("identity") != identity:
-        empty(partial)
+        empty(partial_dir)
         state = {"identity": identity}
-        write_json(partial / STATE, state)
+        write_json(partial_dir / STATE, state)
     return state
 
 
-def empty(partial: Path) -> None:
-    shutil.rmtree(partial)
-    partial.mkdir()
+def empty(partial_dir: Path) -> None:
+    """Delete everything in a partial directory."""
+    shutil.rmtree(partial_dir)
+    partial_dir.mkdir()
 
 
-def check_space(partial: Path, total_bytes: int) -> None:
-    """What a full disk would raise on the way, raised before the way."""
-    if total_bytes - _num_bytes(partial) > shutil.disk_usage(partial).free:
+def check_space(partial_dir: Path, total_bytes: int) -> None:
+    """Raise before the transfer the OSError that a full disk would raise during it."""
+    if total_bytes - _num_bytes(partial_dir) > shutil.disk_usage(partial_dir).free:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _num_bytes(path: Path) -> int:
-    """Bytes of a file, or of all that was received below a directory; 0 when there is none."""
+    """Return the size of a file, or of everything received below a directory; 0 if there is none."""
     total = 0
     for file in [path, *path.rglob("*")]:
         with suppress(FileNotFoundError):  # renamed by the transfer meanwhile
@@ -192,16 +193,16 @@ def _num_bytes(path: Path) -> int:
     return total
 
 
-class Bar(tqdm):
-    """A progress bar, on a terminal only. In other logs `logged_growth` writes lines."""
+class ProgressBar(tqdm):
+    """A progress bar on terminals only. For other logs, `log_growth` writes lines."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **{**named, "disable": None})
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "disable": None})
 
 
 @contextmanager
-def logged_growth(directory: Path, total_bytes: int | None) -> Iterator[None]:
-    """A plain line every few seconds for logs that are no terminal; a terminal has bars."""
+def log_growth(directory: Path, total_bytes: int | None) -> Iterator[None]:
+    """Log the size of a directory every few seconds, unless stderr is a terminal, which shows a progress bar."""
     done = threading.Event()
 
     def watch() -> None:
@@ -224,88 +225,95 @@ _NETWORK_ERRORS = (
     Interrupted, ConnectionError, TimeoutError, requests.ConnectionError, requests.Timeout,
     urllib3.exceptions.HTTPError, httpx2.TransportError,
     botocore.exceptions.ConnectionError, botocore.exceptions.HTTPClientError,
-    hub_errors.LocalEntryNotFoundError,  # what hf_hub_download makes of an unreachable hub
+    hub_errors.LocalEntryNotFoundError,  # raised by hf_hub_download when the hub cannot be reached
 )  # fmt: skip
 
 
-def retry(call: Callable[[], T], *, give_up_seconds: float = math.inf) -> T:
-    """`call()`, in up to ATTEMPTS attempts, of which none starts after `give_up_seconds`."""
+def call_with_retries(function: Callable[[], Result], *, give_up_seconds: float = math.inf) -> Result:
+    """Return `function()`, called in up to ATTEMPTS attempts, none of which starts after `give_up_seconds`."""
 
-    def announce(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        wait = state.next_action.sleep if state.next_action else 0
-        now = state.attempt_number
-        log.info("fetch: attempt %d of %d: %s; again in %.1f s", now, ATTEMPTS, _reason(error), wait)
+    def log_attempt(error: BaseException, attempt: int, wait_seconds: float) -> None:
+        log.info("fetch: attempt %d of %d: %s; again in %.1f s", attempt, ATTEMPTS, _reason(error), wait_seconds)
 
-    return tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(ATTEMPTS) | tenacity.stop_before_delay(give_up_seconds),
-        wait=tenacity.wait_exponential_jitter(multiplier=RETRY_WAIT_SECONDS, jitter=RETRY_WAIT_SECONDS),
-        retry=tenacity.retry_if_exception(_is_transient),
-        before_sleep=announce,
-        reraise=True,
-    )(call)
+    return retry(
+        function,
+        is_temporary=_is_temporary,
+        seconds=give_up_seconds,
+        attempts=ATTEMPTS,
+        first_wait_seconds=RETRY_WAIT_SECONDS,
+        on_retry=log_attempt,
+    )
 
 
-def _is_transient(error: BaseException) -> bool:
+def is_temporary_status(status: int) -> bool:
+    """Return whether a request may succeed after this HTTP status; proxies add statuses of their own above 504."""
+    return status in TEMPORARY_STATUSES or status >= 500
+
+
+def _is_temporary(error: BaseException) -> bool:
     if isinstance(error, GaveUp | hub_errors.OfflineModeIsEnabled):
         return False
     if isinstance(error, hub_errors.HfHubHTTPError):
-        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+        return is_temporary_status(error.response.status_code)
     if type(error) is OSError and error.errno is None:
-        return True  # huggingface_hub's check of a file's size
+        return True  # raised by huggingface_hub when a file has the wrong size
     if isinstance(error, OSError) and error.errno in (errno.EREMOTEIO, errno.EBUSY):
-        return True  # what s3fs makes of 500, of 503 and of an object that was replaced meanwhile
+        return True  # what s3fs raises for 500, 503, and an object that was replaced meanwhile
     return isinstance(error, _NETWORK_ERRORS)
 
 
 # --- errors in one line ----------------------------------------------------------------------------
 
 
-def _client_problem(error: Exception, shown: str, endpoint: str) -> str | None:
-    """What a client's exception means and what to do about it; None for any other exception."""
+def _client_error(error: Exception, shown: str, endpoint: str) -> UserError | None:
+    """Return what a client's exception means and what to do about it; None for any other exception."""
     if isinstance(error, hub_errors.HfHubHTTPError):
-        return f"{shown} {_hub_problem(error, endpoint)}"
+        return _hub_error(error, shown, endpoint)
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         remedy = "unset it for this step, or give a local path"
-        return f"{shown} cannot be fetched while HF_HUB_OFFLINE is set; {remedy}"
+        return UserError(f"{shown} cannot be fetched while HF_HUB_OFFLINE is set", remedy)
     if isinstance(error, hub_errors.HFValidationError):
-        return f"{shown} is no name on the hub; write OWNER/NAME, or a local path"
+        return UserError(f"{shown} is no name on the hub", "write OWNER/NAME, or a local path")
     if isinstance(error, _NETWORK_ERRORS):
         at = f" ({endpoint})" if shown.startswith(("hf://", "model ")) else ""
-        return (
-            f"{shown}{at} could not be fetched: {_reason(error)}; check the network, the proxy and the "
-            "address and run the step again, which goes on from what arrived; without a network, give "
-            "base_model or data_source a local path"
+        return UserError(
+            f"{shown}{at} could not be fetched: {_reason(error)}",
+            "check the network, the proxy and the address and run the step again, which resumes from what has "
+            "arrived; without a network, give base_model or data_source a local path",
         )
     if isinstance(error, requests.RequestException):
-        return f"{shown} cannot be fetched: {_reason(error)}; check the address"
+        return UserError(f"{shown} cannot be fetched: {_reason(error)}", "check the address")
     if isinstance(error, botocore.exceptions.BotoCoreError):
-        return f"{shown}: {_reason(error)}; {S3_REMEDY}"
-    # s3fs raises bare PermissionErrors; those of the disk have a number.
+        return UserError(f"{shown}: {_reason(error)}", S3_REMEDY)
+    # s3fs raises PermissionErrors without an errno; those of the disk have one.
     refused = isinstance(error, PermissionError) and error.errno is None
     if refused or (isinstance(error, OSError) and isinstance(error.__cause__, botocore.exceptions.ClientError)):
-        return f"{shown}: S3 refused: {error.__cause__ or error}; {S3_REMEDY}"
+        return UserError(f"{shown}: S3 refused: {error.__cause__ or error}", S3_REMEDY)
     return None
 
 
-def _hub_problem(error: hub_errors.HfHubHTTPError, endpoint: str) -> str:
+def _hub_error(error: hub_errors.HfHubHTTPError, shown: str, endpoint: str) -> UserError:
+    """Return what the hub's answer means and what to do about it."""
     status = error.response.status_code
     if isinstance(error, hub_errors.GatedRepoError):
         page = str(error.response.url).partition("/resolve/")[0]
-        return f"is gated: accept its licence at {page}, then set {TOKEN} to a token of that account"
+        return UserError(f"{shown} is gated: accept its licence at {page}, then set {TOKEN} to a token of that account")
     if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return f"is not on the hub ({endpoint}), or private: check the name; for a private one set {TOKEN}"
+        problem = f"{shown} is not on the hub ({endpoint}), or private: check the name"
+        return UserError(problem, f"for a private one set {TOKEN}")
     if isinstance(error, hub_errors.RevisionNotFoundError):
-        return "has no such revision on the hub; check the branch, tag or commit"
+        return UserError(f"{shown} has no such revision on the hub", "check the branch, tag or commit")
     if isinstance(error, hub_errors.RemoteEntryNotFoundError):
-        return "has no such file on the hub; check the file's name after the dataset's"
+        return UserError(f"{shown} has no such file on the hub", "check the file's name after the dataset's")
     if status in (401, 403):
-        return f"is refused by the hub ({endpoint} answered {status}); check {TOKEN} and what it may read"
-    return f"cannot be fetched: {endpoint} answered {status}; run the step again later, or give a local path"
+        problem = f"{shown} is refused by the hub ({endpoint} answered {status})"
+        return UserError(problem, f"check {TOKEN} and what it may read")
+    problem = f"{shown} cannot be fetched: {endpoint} answered {status}"
+    return UserError(problem, "run the step again later, or give a local path")
 
 
 def _reason(error: BaseException | None) -> str:
-    """The innermost cause in one line. The outer ones of requests spell out the address with its query."""
+    """Return the innermost cause in one line. The outer ones of requests contain the address with its query."""
     while error is not None:
         inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
         if not isinstance(inner, BaseException):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from tailtune.files import read_json
 from tailtune.log import LINE_PREFIX, log
-from tailtune.manifest import read_json
 from tailtune.signals import on_stop
 
 NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from tailtune.errors import UserError
+from tailtune.files import read_json, write_json, write_text
 from tailtune.jobs import local
 from tailtune.jobs.job import BadInput, Job, JobFailed, PodSpec, job_name, label_value
 from tailtune.log import log
-from tailtune.manifest import read_json, read_manifest, write_json, write_text
+from tailtune.manifest import read_manifest
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import claim_checkpoints, training_key
 

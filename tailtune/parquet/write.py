@@ -23,8 +23,9 @@ import xxhash
 
 from tailtune.config import template_fields
 from tailtune.errors import UserError
+from tailtune.files import sha256_file
 from tailtune.log import log
-from tailtune.manifest import publish, read_manifest, sha256_file
+from tailtune.manifest import publish, read_manifest
 from tailtune.parquet.lines import Batch, Reject
 from tailtune.parquet.readers import detect_format, missing_column, read_rows
 from tailtune.recipe.schema import Data

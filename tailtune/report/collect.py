@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.fetch.model import describe_base_model
+from tailtune.files import read_json, write_text
 from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
-from tailtune.manifest import content_sha256, read_json, read_manifest, write_text
+from tailtune.manifest import content_sha256, read_manifest
 from tailtune.parquet.split import read_split
 from tailtune.report.page import ReportData, render_report
 from tailtune.run import DATA_FILE, Run

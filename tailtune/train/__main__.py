@@ -18,8 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the core
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from tailtune.errors import UserError
+from tailtune.files import write_json
 from tailtune.log import configure, log
-from tailtune.manifest import write_json
 from tailtune.recipe.load import load_recipe, parse_parameters, with_environment, with_overrides
 from tailtune.run import DATA_FILE
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerState
 
+from tailtune.files import write_json
 from tailtune.log import log
-from tailtune.manifest import write_json
 
 
 class StopOnSignal(TrainerCallback):

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tailtune.manifest import write_json
+from tailtune.files import write_json
 
 COMPLETE = "complete.json"
 ELAPSED = "elapsed.json"

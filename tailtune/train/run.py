@@ -24,8 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tailtune import provenance
 from tailtune.errors import UserError
+from tailtune.files import sha256_json, write_json
 from tailtune.log import log
-from tailtune.manifest import publish, sha256_json, write_json
+from tailtune.manifest import publish
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS

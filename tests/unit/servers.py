@@ -1,4 +1,4 @@
-"""Small local servers that behave well or badly, for tests of the real clients."""
+"""A small local server that behaves well or badly, for tests of the real clients."""
 
 import hashlib
 import json
@@ -14,19 +14,19 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class Reply:
-    """How one path is answered. Each request takes the next entry of `statuses` and of `cuts`."""
+    """The answer to requests of one path. Each request takes the next entry of `statuses` and of `cuts`."""
 
     body: bytes
     etag: str | None = '"v1"'
     ranges: bool = True
     if_range: bool = True
-    """Whether If-Range is understood; otherwise a part is sent of whatever is there now."""
+    """Whether If-Range is supported; if not, a range of the current content is sent."""
     statuses: list[int] = field(default_factory=list)
     """Statuses of the first answers; 200 or 206 afterwards."""
     cuts: list[int] = field(default_factory=list)
-    """Bytes after which the first answers with a body are cut off."""
+    """Bytes after which the first answers with a body are cut."""
     pause_after: int | None = None
-    """Bytes after which an answer stands still until the client goes away."""
+    """Bytes after which the answer stalls until the client disconnects."""
     content_type: str = "application/octet-stream"
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Server:
         return [headers.get("range") for method, at, headers in self.requests if (method, at) == ("GET", path)]
 
     def add_repo(self, kind: str, name: str, files: dict[str, bytes], *, refuse: tuple[int, str] | None = None) -> None:
-        """A repository of the hub's API; `refuse` is the status and X-Error-Code of its files."""
+        """Add a repository of the hub's API; `refuse` is the status and X-Error-Code of its files."""
         siblings: list[dict[str, Any]] = []
         for file, body in files.items():
             lfs = file.endswith((".safetensors", ".bin", ".parquet"))
@@ -75,7 +75,7 @@ class Server:
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """A server on a free port of this machine."""
+    """Run a server on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -94,22 +94,22 @@ def serve() -> Iterator[Server]:
             if reply is None:
                 return self._finish(404, b"", {"X-Error-Code": _not_found(path)}, send_body)
             status = reply.statuses.pop(0) if reply.statuses else 200
-            answered = {"Content-Type": reply.content_type, **reply.headers}
+            answer_headers = {"Content-Type": reply.content_type, **reply.headers}
             if reply.etag:
-                answered["ETag"] = reply.etag
+                answer_headers["ETag"] = reply.etag
             if status >= 400:
-                return self._finish(status, b"", answered, send_body)
+                return self._finish(status, b"", answer_headers, send_body)
             body = reply.body
-            wanted = headers.get("range")
-            same = not reply.if_range or headers.get("if-range", reply.etag) == reply.etag
-            if wanted and reply.ranges and same:
-                start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            requested_range = headers.get("range")
+            same_version = not reply.if_range or headers.get("if-range", reply.etag) == reply.etag
+            if requested_range and reply.ranges and same_version:
+                start = int(requested_range.removeprefix("bytes=").partition("-")[0])
                 if start >= len(body):
-                    return self._finish(416, b"", answered, send_body)
-                answered["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                    return self._finish(416, b"", answer_headers, send_body)
+                answer_headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
                 status, body = 206, body[start:]
             cut = reply.cuts.pop(0) if reply.cuts and send_body else None
-            return self._finish(status, body, answered, send_body, cut, reply.pause_after)
+            return self._finish(status, body, answer_headers, send_body, cut, reply.pause_after)
 
         def _finish(
             self,
@@ -138,7 +138,7 @@ def serve() -> Iterator[Server]:
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, *_: Any) -> None:
-            pass  # clients that go away are what these tests are about
+            pass  # these tests make clients disconnect
 
     httpd = Quiet(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
@@ -153,7 +153,7 @@ def serve() -> Iterator[Server]:
 
 
 def _not_found(path: str) -> str:
-    """The hub's X-Error-Code for a path that is not there."""
+    """Return the hub's X-Error-Code for an unknown path."""
     if "/resolve/" in path:
         return "EntryNotFound"
     return "RevisionNotFound" if "/revision/" in path and "missing" not in path else "RepoNotFound"

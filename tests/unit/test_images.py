@@ -1,4 +1,4 @@
-"""images/: what can be said of the Containerfiles without building them. `images/try` builds one and trains in it."""
+"""Checks of images/ that need no build. `images/try` builds an image and trains in it."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ each_image = pytest.mark.parametrize("image", IMAGES)
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(instruction, its arguments), with continued lines joined and comments dropped."""
+    """(instruction, its arguments), with continued lines joined and without comments."""
     text = (ROOT / "images" / image / "Containerfile").read_text()
     lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line]
@@ -41,7 +41,7 @@ def environment(image: str) -> dict[str, str]:
 
 
 def locked(name: str) -> Iterator[tuple[Requirement, list[str]]]:
-    """Each requirement of a locked file, and its hashes. Fails for every other line."""
+    """Each requirement of a lock file with its hashes. Raises for any other line."""
     text = re.sub(r"^#.*\n", "", (ROOT / "images" / name).read_text(), flags=re.MULTILINE)
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         requirement, *hashes = re.split(r"\s+--hash=", line.strip())
@@ -49,7 +49,10 @@ def locked(name: str) -> Iterator[tuple[Requirement, list[str]]]:
 
 
 def versions(name: str) -> dict[str, str]:
-    return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one, _ in locked(name)}
+    return {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement, _ in locked(name)
+    }
 
 
 def constraints() -> dict[str, str]:
@@ -62,37 +65,37 @@ def constraints() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", LOCKED)
 def test_every_line_is_one_version_with_hashes_and_no_index(name: str) -> None:
-    found = list(locked(name))
-    assert found
-    for requirement, hashes in found:
+    requirements = list(locked(name))
+    assert requirements
+    for requirement, hashes in requirements:
         assert re.fullmatch(r"==[\w.+]+", str(requirement.specifier)) and requirement.url is None
-        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes)
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", sha256) for sha256 in hashes)
 
 
 @pytest.mark.parametrize("name", LOCKED)
-def test_the_versions_are_those_that_the_tests_run_with(name: str) -> None:
+def test_the_locked_versions_are_those_of_the_tests(name: str) -> None:
     tested = constraints()
     for requirement, _ in locked(name):
         if requirement.marker is None or requirement.marker.evaluate({"sys_platform": "linux"}):
-            [version] = [str(one.version).removesuffix("+cpu") for one in requirement.specifier]
+            [version] = [str(clause.version).removesuffix("+cpu") for clause in requirement.specifier]
             assert version == tested[canonicalize_name(requirement.name)], f"{requirement.name}: run `make lock`"
 
 
 @each_image
-def test_all_that_tailtune_needs_is_locked_except_torch(image: str) -> None:
+def test_every_dependency_except_torch_is_locked(image: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    there = versions(f"{image}/requirements.txt")
+    versions_locked = versions(f"{image}/requirements.txt")
     for requirement in map(Requirement, project["dependencies"]):
         if requirement.name != "torch":
-            assert requirement.specifier.contains(Version(there[canonicalize_name(requirement.name)]))
+            assert requirement.specifier.contains(Version(versions_locked[canonicalize_name(requirement.name)]))
 
 
 @each_image
-def test_torch_is_not_among_what_replaces_the_base_images_packages(image: str) -> None:
-    there = versions(f"{image}/requirements.txt")
-    assert not {name for name in there if name in ("torch", "triton") or name.startswith("nvidia-")} - {"nvidia-ml-py"}
-    if image == "pipeline":  # where no base image brings what torch needs
-        assert {"networkx", "sympy", "mpmath", "jinja2", "filelock", "fsspec", "typing-extensions"} <= set(there)
+def test_torch_is_not_locked_with_the_other_packages(image: str) -> None:
+    names = set(versions(f"{image}/requirements.txt"))
+    assert not {name for name in names if name in ("torch", "triton") or name.startswith("nvidia-")} - {"nvidia-ml-py"}
+    if image == "pipeline":  # its base image does not have torch's dependencies
+        assert {"networkx", "sympy", "mpmath", "jinja2", "filelock", "fsspec", "typing-extensions"} <= names
 
 
 # ---- Containerfiles ---------------------------------------------------------------------------------
@@ -111,19 +114,19 @@ def test_only_what_is_locked_is_installed(image: str) -> None:
     installs = [part for name, value in instructions(image) if name == "RUN" for part in re.split(r"&&", value)
                 if "${INSTALL}" in part or "pip" in part.split()]  # fmt: skip
     assert len(installs) > 2
-    for one in installs:
-        assert ("--require-hashes" in one and "-r " in one) or "--no-index" in one
+    for install in installs:
+        assert ("--require-hashes" in install and "-r " in install) or "--no-index" in install
 
 
 @each_image
-def test_the_image_runs_as_anybody_and_writes_into_scratch_space(image: str) -> None:
+def test_the_image_runs_as_any_user_and_writes_to_scratch_space(image: str) -> None:
     assert [value for name, value in instructions(image) if name == "USER"] == ["0", "1001"]
-    there = environment(image)
-    assert {name: there[name] for name in CACHES} == CACHES
-    assert there["PATH"].startswith("/opt/tailtune/venv/bin:")
+    variables = environment(image)
+    assert {name: variables[name] for name in CACHES} == CACHES
+    assert variables["PATH"].startswith("/opt/tailtune/venv/bin:")
     for name, value in instructions(image):
         if name == "RUN":
-            assert value.startswith("umask 0002 &&"), "OpenShift's users share the group alone"
+            assert value.startswith("umask 0002 &&"), "OpenShift's users share only the group"
 
 
 @each_image
@@ -133,26 +136,34 @@ def test_the_version_is_the_projects_own(image: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TAILTUNE_GIT_COMMIT", "OPENSHIFT_BUILD_COMMIT"])
-def test_a_run_in_an_image_names_the_commit_of_the_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_an_image_records_the_commit_of_the_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TAILTUNE_GIT_COMMIT" in environment("pipeline") and "TAILTUNE_GIT_COMMIT" in environment("trainer")
-    monkeypatch.setenv("TAILTUNE_GIT_COMMIT", "")  # as in an image that was built without the argument
+    monkeypatch.setenv("TAILTUNE_GIT_COMMIT", "")  # as in an image built without the argument
     monkeypatch.setenv(name, "0123456789ab")
     assert git_commit() == "0123456789ab"
 
 
 @each_image
-def test_what_is_copied_is_in_the_build_context_and_the_code_comes_last(image: str) -> None:
+def test_copied_files_are_in_the_build_context_and_the_code_is_copied_last(image: str) -> None:
     kept = {line[1:].rstrip("/") for line in (ROOT / ".containerignore").read_text().splitlines() if line[:1] == "!"}
     sources = [word for name, value in instructions(image) if name == "COPY" for word in value.split()[:-1]]
     for source in sources:
         path = source.replace("${DATA}", arguments(image).get("DATA", ""))
         assert (ROOT / path).exists() and path.split("/")[0] in kept, path
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    code = {name.split(".")[0] for name in packages}
-    assert set(sources[-len(code) :]) == code
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    code = [pattern.removesuffix("*") for pattern in packages]
+    assert sources[-len(code) :] == code
 
 
-def test_the_embedded_data_set_lies_where_fetch_looks() -> None:
+def test_the_embedded_data_file_is_where_fetch_looks() -> None:
     [copied] = [value for name, value in instructions("pipeline") if name == "COPY" and "${DATA}" in value]
     assert f'"{copied.split()[-1].rstrip("/")}"' in inspect.getsource(fetch._embedded_file)
-    assert not fetch.DATA_FILE.search(arguments("pipeline")["DATA"]), "by default there is none"
+    assert not fetch.DATA_FILE_NAME.search(arguments("pipeline")["DATA"]), "by default there is no data file"
+
+
+def test_the_trial_mounts_all_that_the_pipeline_imports() -> None:
+    mounted = re.search(r"^for path in (.*); do", (ROOT / "images" / "try").read_text(), re.MULTILINE)
+    assert mounted is not None
+    paths = {path for pattern in mounted[1].split() for path in ROOT.glob(pattern)}
+    imported = {path for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert imported - {ROOT / "tailtune"} <= paths

@@ -10,25 +10,17 @@ from typing import Any
 
 import pytest
 
-from tailtune.manifest import (
-    directory_identity,
-    partial_directory,
-    publish,
-    read_json,
-    read_manifest,
-    sha256_json,
-    write_json,
-    write_text,
-)
+from tailtune.files import read_json, sha256_json, write_json, write_text
+from tailtune.manifest import directory_identity, partial_directory, publish, read_manifest
 
 KEY = {"step": "test", "path": Path("a"), "list": (1, 2)}
 
 
 def publish_files(directory: Path, key: dict[str, Any] | None = None, **files: str) -> Path:
     facts: dict[str, Any] = {}
-    with publish(directory, key or KEY, facts) as partial:
+    with publish(directory, key or KEY, facts) as partial_dir:
         for name, text in files.items():
-            path = partial / name.replace("__", "/")
+            path = partial_dir / name.replace("__", "/")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         facts["num_files"] = len(files)
@@ -36,9 +28,9 @@ def publish_files(directory: Path, key: dict[str, Any] | None = None, **files: s
 
 
 def fail(directory: Path, error: BaseException, *, keep_partial: bool = False) -> None:
-    """A step that raises after its first file."""
-    with publish(directory, {"new": 1}, {}, keep_partial=keep_partial) as partial:
-        (partial / "a").write_text("new")
+    """Run a step that raises after its first file."""
+    with publish(directory, {"new": 1}, {}, keep_partial=keep_partial) as partial_dir:
+        (partial_dir / "a").write_text("new")
         raise error
 
 
@@ -57,28 +49,30 @@ def test_a_published_directory_describes_itself(tmp_path: Path) -> None:
         },
         "facts": {"num_files": 2},
     }
-    assert names(tmp_path / "deep") == ["out"], "nothing partial stays"
+    assert names(tmp_path / "deep") == ["out"], "nothing partial is left"
 
 
-def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
-    with publish(tmp_path / "out", KEY, {}) as partial:
-        (partial / "a").write_text("x")
-        assert partial == partial_directory(tmp_path / "out")
+def test_nothing_is_published_before_the_end(tmp_path: Path) -> None:
+    with publish(tmp_path / "out", KEY, {}) as partial_dir:
+        (partial_dir / "a").write_text("x")
+        assert partial_dir == partial_directory(tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        assert read_manifest(partial) is None, "the manifest is written last"
+        assert read_manifest(partial_dir) is None, "the manifest is written last"
     assert read_manifest(tmp_path / "out")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("keep_partial", [False, True])
-def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException], keep_partial: bool) -> None:
+def test_after_an_exception_nothing_is_published(
+    tmp_path: Path, error: type[BaseException], keep_partial: bool
+) -> None:
     with pytest.raises(error):
         fail(tmp_path / "out", error(), keep_partial=keep_partial)
     assert names(tmp_path) == (["out.partial"] if keep_partial else [])
     assert read_manifest(tmp_path / "out") is None
 
 
-def test_an_exception_leaves_the_earlier_result(tmp_path: Path) -> None:
+def test_after_an_exception_the_earlier_result_is_still_there(tmp_path: Path) -> None:
     publish_files(tmp_path / "out", a="old")
     with pytest.raises(ValueError, match="no"):
         fail(tmp_path / "out", ValueError("no"))
@@ -87,23 +81,25 @@ def test_an_exception_leaves_the_earlier_result(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_a_new_result_replaces_the_old_one_whole(tmp_path: Path) -> None:
+def test_a_new_result_replaces_the_whole_old_one(tmp_path: Path) -> None:
     publish_files(tmp_path / "out", a="old", b="old")
     publish_files(tmp_path / "out", key={"new": 1}, c="new")
     assert names(tmp_path / "out") == ["c", "manifest.json"]
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("keep_partial", "found"), [(False, []), (True, ["rest"])])
-def test_the_next_attempt_goes_on_only_where_it_may(tmp_path: Path, keep_partial: bool, found: list[str]) -> None:
+@pytest.mark.parametrize(("keep_partial", "expected"), [(False, []), (True, ["rest"])])
+def test_the_next_attempt_resumes_only_with_keep_partial(
+    tmp_path: Path, keep_partial: bool, expected: list[str]
+) -> None:
     rest = partial_directory(tmp_path / "out") / "rest"
     rest.parent.mkdir()
     rest.write_text("x")
-    with publish(tmp_path / "out", KEY, {}, keep_partial=keep_partial) as partial:
-        assert names(partial) == found
+    with publish(tmp_path / "out", KEY, {}, keep_partial=keep_partial) as partial_dir:
+        assert names(partial_dir) == expected
 
 
-def test_what_a_killed_rename_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_rename_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "out.old").mkdir()
     (tmp_path / "out.old" / "a").write_text("x")
     publish_files(tmp_path / "out", a="1")
@@ -118,13 +114,13 @@ def test_what_a_killed_rename_left_is_no_obstacle(tmp_path: Path) -> None:
         pytest.param(lambda d: None, {}, id="an empty key"),
         pytest.param(lambda d: (d / "a").write_text("hell"), KEY, id="another size"),
         pytest.param(lambda d: (d / "a").unlink(), KEY, id="a file is missing"),
-        pytest.param(lambda d: ((d / "a").unlink(), (d / "a").mkdir()), KEY, id="a directory in its place"),
+        pytest.param(lambda d: ((d / "a").unlink(), (d / "a").mkdir()), KEY, id="a directory instead of a file"),
         pytest.param(lambda d: (d / "manifest.json").unlink(), KEY, id="no manifest"),
         pytest.param(lambda d: (d / "manifest.json").write_text('{"key": {'), KEY, id="half a manifest"),
         pytest.param(lambda d: os.rename(d, d.with_name("gone")), KEY, id="no directory"),
     ],
 )
-def test_what_is_not_complete_has_no_manifest(
+def test_an_incomplete_directory_has_no_manifest(
     tmp_path: Path, damage: Callable[[Path], object], key: dict[str, Any]
 ) -> None:
     directory = publish_files(tmp_path / "out", a="hello")
@@ -133,16 +129,16 @@ def test_what_is_not_complete_has_no_manifest(
     assert read_manifest(directory, key) is None
 
 
-def test_a_file_too_many_does_no_harm(tmp_path: Path) -> None:
+def test_an_additional_file_does_no_harm(tmp_path: Path) -> None:
     directory = publish_files(tmp_path / "out", a="hello")
     (directory / ".DS_Store").write_text("x")
     assert read_manifest(directory, KEY)
 
 
 def test_the_identity_changes_with_the_content(tmp_path: Path) -> None:
-    one = directory_identity(publish_files(tmp_path / "one", a="1"))
-    assert directory_identity(publish_files(tmp_path / "same", a="1")) == one
-    assert directory_identity(publish_files(tmp_path / "other", a="2")) != one
+    identity = directory_identity(publish_files(tmp_path / "first", a="1"))
+    assert directory_identity(publish_files(tmp_path / "same", a="1")) == identity
+    assert directory_identity(publish_files(tmp_path / "other", a="2")) != identity
 
 
 def test_the_identity_of_a_directory_without_a_manifest(tmp_path: Path) -> None:
@@ -158,14 +154,14 @@ def test_a_hash_does_not_depend_on_the_order_of_keys() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"a": 1} x'])
-def test_json_that_is_not_whole_reads_as_none(tmp_path: Path, text: str | None) -> None:
+def test_incomplete_json_is_read_as_none(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "a.json").write_text(text)
     assert read_json(tmp_path / "a.json") is None
     assert read_json(tmp_path / "a.json" / "b.json") is None
 
 
-def test_json_is_written_whole_readable_and_for_other_users_too(tmp_path: Path) -> None:
+def test_json_is_written_indented_and_readable_for_other_users(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.json"
     write_json(path, {"a": "é – 日本", "path": Path("x")})
     assert read_json(path) == {"a": "é – 日本", "path": "x"}
@@ -174,7 +170,7 @@ def test_json_is_written_whole_readable_and_for_other_users_too(tmp_path: Path) 
     assert names(path.parent) == ["a.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_write_the_old_file_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "a", "old")
 
     def refuse(*_: object) -> None:
@@ -186,6 +182,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
 
 
-def test_text_that_is_no_unicode_is_written_all_the_same(tmp_path: Path) -> None:
+def test_text_that_is_not_valid_unicode_is_written_nevertheless(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": "\ud800"})
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"a": "\ud800"}

@@ -1,11 +1,12 @@
-"""What a schedule remembers of the last promoted run."""
+"""A schedule remembers its last promoted run."""
 
 from pathlib import Path
 
 import pytest
 from conftest import write_rows
 
-from tailtune.manifest import publish, read_json
+from tailtune.files import read_json
+from tailtune.manifest import publish
 from tailtune.parquet.write import write_parquet
 from tailtune.recipe.load import load_recipe, with_overrides
 from tailtune.run import Run
@@ -14,8 +15,8 @@ from tailtune.skip_unchanged import record_promotion, unchanged_since
 
 def make_run(folder: Path, name: str, rows: Path, **overrides: object) -> Run:
     recipe = with_overrides(load_recipe("survival"), {"data.skip_unchanged": True, **overrides})
-    places = {kind: folder / kind.removesuffix("_dir") / name for kind in ("data_dir", "models_dir", "workspace_dir")}
-    run = Run(name=name, recipe=recipe, local=False, **places)
+    directories = {f"{volume}_dir": folder / volume / name for volume in ("data", "models", "workspace")}
+    run = Run(name=name, recipe=recipe, local=False, **directories)
     write_parquet(rows, run.parquet_dir, recipe.data)
     return run
 
@@ -28,8 +29,8 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture
 def promoted(tmp_path: Path, rows: Path) -> Run:
     run = make_run(tmp_path, "monday", rows)
-    with publish(run.best_model_dir, {}, {}) as partial:
-        (partial / "config.json").write_text("{}")
+    with publish(run.best_model_dir, {}, {}) as partial_dir:
+        (partial_dir / "config.json").write_text("{}")
     record_promotion(run, passed=True)
     return run
 
@@ -50,11 +51,13 @@ def test_the_same_data_and_settings_end_a_run_early(tmp_path: Path, rows: Path, 
     ],
     ids=str,
 )
-def test_other_settings_are_trained(tmp_path: Path, rows: Path, promoted: Run, overrides: dict[str, object]) -> None:
+def test_a_run_with_other_settings_trains(
+    tmp_path: Path, rows: Path, promoted: Run, overrides: dict[str, object]
+) -> None:
     assert unchanged_since(make_run(tmp_path, "tuesday", rows, **overrides)) is None
 
 
-def test_other_data_are_trained(tmp_path: Path, promoted: Run) -> None:
+def test_a_run_with_other_data_trains(tmp_path: Path, promoted: Run) -> None:
     assert unchanged_since(make_run(tmp_path, "tuesday", write_rows(tmp_path / "more.jsonl", 40))) is None
 
 
@@ -62,17 +65,17 @@ def test_a_run_does_not_end_because_of_itself(promoted: Run) -> None:
     assert unchanged_since(promoted) is None
 
 
-def test_a_model_that_is_gone_is_trained_again(tmp_path: Path, rows: Path, promoted: Run) -> None:
+def test_a_deleted_model_is_trained_again(tmp_path: Path, rows: Path, promoted: Run) -> None:
     (promoted.best_model_dir / "config.json").unlink()
     (promoted.best_model_dir / "manifest.json").unlink()
     assert unchanged_since(make_run(tmp_path, "tuesday", rows)) is None
 
 
-def test_a_rejected_run_is_no_reason(tmp_path: Path, rows: Path, promoted: Run) -> None:
+def test_a_rejected_run_does_not_end_others_early(tmp_path: Path, rows: Path, promoted: Run) -> None:
     tuesday = make_run(tmp_path, "tuesday", rows)
     record_promotion(tuesday, passed=False)
     (path,) = promoted.promotions_dir.iterdir()
-    assert read_json(path)["run"] == "monday", "the verdict on another run changes nothing"
+    assert read_json(path)["run"] == "monday", "the verdict on another run does not change it"
     record_promotion(promoted, passed=False)
     assert unchanged_since(tuesday) is None
 
@@ -84,7 +87,7 @@ def test_promoting_again_changes_no_file(promoted: Run) -> None:
     assert path.stat().st_mtime_ns == before
 
 
-def test_two_schedules_of_a_recipe_do_not_forget_each_other(tmp_path: Path, rows: Path, promoted: Run) -> None:
+def test_two_schedules_of_a_recipe_keep_their_own_records(tmp_path: Path, rows: Path, promoted: Run) -> None:
     other = make_run(tmp_path, "other", rows, epochs=9)
     record_promotion(other, passed=True)
     assert unchanged_since(make_run(tmp_path, "tuesday", rows)) is not None

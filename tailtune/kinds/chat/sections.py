@@ -3,18 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from tailtune.files import read_json, write_json, write_text
 from tailtune.kinds.chat.config import Demo, Generation, Prompt
 from tailtune.kinds.chat.inference import answer, load_chat_model
 from tailtune.log import log
-from tailtune.manifest import (
-    RESULTS_VERSION,
-    directory_identity,
-    publish,
-    read_json,
-    read_manifest,
-    write_json,
-    write_text,
-)
+from tailtune.manifest import RESULTS_VERSION, directory_identity, publish, read_manifest
 
 
 def write_demo(

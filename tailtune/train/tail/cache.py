@@ -6,11 +6,10 @@ full is right, what is missing or broken is computed. There is nothing else to k
 """
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import xxhash
 from accelerate.utils import gather_object
 
 from tailtune.errors import UserError
+from tailtune.files import sha256_json
 from tailtune.log import log
-from tailtune.manifest import sha256_json, write_json
+from tailtune.shared_cache import entry_directory, use_entry
 from tailtune.train.tail.decoder import Split
 from tailtune.train.tail.layout import KeysAndValues, Layout, lay_out, to_tensor
 from tailtune.train.tail.tokenized_rows import Rows
@@ -30,8 +30,6 @@ from tailtune.train.tail.tokenized_rows import Rows
 SHARD_TOKENS = {"cpu": 2048}
 """Own tokens in a shard, which is also what is computed at once; other devices take 16,384."""
 DIGEST_BYTES = 8
-KEEP_SECONDS = 7 * 24 * 3600
-"""A cache that no run has used for so long is deleted by the next run that uses one."""
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_TO_APPEAR = 60.0
 """For a shard of another rank: a network file system may remember for some time that it was not there."""
@@ -104,7 +102,7 @@ class Cache:
     def __init__(self, directory: Path, key: dict[str, Any], prefix: Prefix, dtype: torch.dtype) -> None:
         self.prefix, self.rows, self.dtype = prefix, prefix.rows, dtype
         digest = sha256_json(key)
-        self.root, self.directory, self.key = directory, directory / digest[:16], key
+        self.root, self.directory, self.key = directory, entry_directory(directory, key), key
         self._seed = int(digest[:16], 16)
         self.shards = cut_into_shards(self.rows, tokens_at_once(prefix.device))
         self._num_tokens = [int(self.rows.lengths[shard].sum()) for shard in self.shards]
@@ -128,9 +126,7 @@ class Cache:
         with self._writing():
             self.directory.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                write_json(self.directory / "key.json", self.key)
-                self.touch()
-                remove_unused(self.root, self.directory)
+                use_entry(self.root, self.key)
         missing = [i for i in range(rank, len(self.shards), world_size) if not self._is_whole(i)]
         if dist.is_initialized():  # what an earlier attempt left may be uneven
             missing = sorted(gather_object(missing))[rank::world_size]
@@ -236,12 +232,3 @@ def cut_into_shards(rows: Rows, num_tokens: int) -> list[np.ndarray]:
 def most_rows(rows: Rows, longest: int, num_tokens: int) -> int:
     """Rows whose keys attention holds at once, on top of the prompt and padded to the longest; may be 0."""
     return KEYS_PER_TOKEN * num_tokens // (len(rows.prompt) + longest)
-
-
-def remove_unused(root: Path, keep: Path) -> None:
-    """Delete caches that no run has used for a week."""
-    for directory in root.glob("*/"):
-        with suppress(FileNotFoundError):  # another run deletes it at the same time
-            age = time.time() - directory.stat().st_mtime
-            if directory != keep and (directory / "key.json").is_file() and age > KEEP_SECONDS:
-                shutil.rmtree(directory, ignore_errors=True)

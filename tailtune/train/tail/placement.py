@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from tailtune.errors import UserError
-from tailtune.manifest import free_bytes, on_one_volume
+from tailtune.files import free_bytes, on_one_volume
 
 Kind = Literal["gpu", "host", "disk", "none"]
 PLACEMENTS: tuple[Kind, ...] = get_args(Kind)

@@ -1,4 +1,4 @@
-"""Servers with an organisation's own certificates are trusted when the bundle is mounted, and only then."""
+"""Servers with an organisation's own certificates are trusted if, and only if, the bundle is mounted."""
 
 import datetime
 import functools
@@ -19,15 +19,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tailtune.errors import UserError
+from tailtune.fetch import transfer
 from tailtune.fetch.certificates import VARIABLES, trust_mounted_certificates
 from tailtune.fetch.dataset import fetch_dataset
 
 
 @pytest.fixture
 def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
-    """(address, certificate) of an https server whose certificate nobody else has signed."""
+    """(address, certificate) of an https server with a self-signed certificate."""
+    monkeypatch.setattr(transfer, "RETRY_WAIT_SECONDS", 0.01)
     for variable in (*VARIABLES, "TAILTUNE_CA_FILE"):
-        monkeypatch.setenv(variable, "")  # so that it is put back after the test
+        monkeypatch.setenv(variable, "")  # so that it is restored after the test
         monkeypatch.delenv(variable)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "an organisation")])
@@ -71,7 +73,9 @@ def test_the_mounted_bundle_is_trusted_by_every_client(
     trust_mounted_certificates()
     assert fetch_dataset(source, tmp_path / "after").path.is_file()
     assert requests.get(source, timeout=10).ok
-    assert Path(os.environ["AWS_CA_BUNDLE"]).read_text().count("BEGIN CERTIFICATE") > 50, "the public ones stay trusted"
+    assert Path(os.environ["AWS_CA_BUNDLE"]).read_text().count("BEGIN CERTIFICATE") > 50, (
+        "the public ones are still trusted"
+    )
 
 
 def test_a_secret_that_does_not_exist_changes_nothing(
@@ -82,7 +86,7 @@ def test_a_secret_that_does_not_exist_changes_nothing(
     assert not any(variable in os.environ for variable in VARIABLES)
 
 
-def test_what_is_no_certificate_is_refused(
+def test_a_file_without_a_certificate_is_refused(
     own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wrong.crt").write_text("a key, not a certificate")

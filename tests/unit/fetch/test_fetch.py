@@ -1,4 +1,4 @@
-"""The real clients (requests, huggingface_hub, s3fs) against local servers, good and bad ones."""
+"""Fetching with the real clients (requests, huggingface_hub, s3fs) from local servers, good and bad ones."""
 
 import errno
 import hashlib
@@ -27,9 +27,11 @@ from tailtune.fetch import dataset as fetch
 from tailtune.fetch import hub, model, transfer
 from tailtune.fetch.dataset import fetch_dataset
 from tailtune.fetch.model import fetch_model
-from tailtune.manifest import partial_directory, read_manifest, sha256_file
+from tailtune.files import sha256_file
+from tailtune.manifest import partial_directory, read_manifest
 from tailtune.run import Run
 
+RETRY_WAIT_SECONDS = transfer.RETRY_WAIT_SECONDS
 DATA = b'{"question": "?", "answer": "!"}\n' * 20_000
 SHA256 = hashlib.sha256(DATA).hexdigest()
 MODEL = {
@@ -79,7 +81,7 @@ def closed_port() -> str:
 
 
 def assert_nothing(target: Path) -> None:
-    """Nothing under the final name, nothing left over beside it."""
+    """Neither the final directory nor a partial one is there."""
     assert not target.exists()
     assert not partial_directory(target).exists()
 
@@ -87,10 +89,10 @@ def assert_nothing(target: Path) -> None:
 def assert_complete(target: Path, name: str = "data.jsonl", content: bytes = DATA) -> None:
     assert sorted(path.name for path in target.iterdir()) == sorted([name, "manifest.json"])
     assert (target / name).read_bytes() == content
-    found = read_manifest(target)
-    assert found is not None
-    assert found["facts"]["sha256"] == hashlib.sha256(content).hexdigest()
-    assert found["facts"]["bytes"] == len(content)
+    published = read_manifest(target)
+    assert published is not None
+    assert published["facts"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert published["facts"]["bytes"] == len(content)
     assert not partial_directory(target).exists()
 
 
@@ -169,9 +171,9 @@ def test_hub_dataset(server: Server, target: Path, monkeypatch: pytest.MonkeyPat
     assert (fetched.revision, fetched.sha256) == (COMMIT, SHA256)
     assert_complete(target)
     assert all(headers["authorization"] == "Bearer hf_test" for _, _, headers in server.requests)
-    asked = len(server.requests)
+    num_requests = len(server.requests)
     assert fetch_dataset("hf://datasets/owner/name", target).reused
-    assert len(server.requests) == asked  # the commit is pinned: the hub is not asked again
+    assert len(server.requests) == num_requests, "the commit is pinned, so there is no further query"
 
 
 def test_hub_dataset_with_revision_and_file(server: Server, target: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_cut_is_resumed(server: Server, target: Path, caplog: pytest.LogCaptur
     assert fetch_dataset(f"{server.url}/data.jsonl", target, sha256=SHA256).sha256 == SHA256
     assert server.ranges("/data.jsonl") == [None, "bytes=100000-"]
     assert_complete(target)
-    assert "attempt 1 of 5" in caplog.text and "going on at byte 100,000" in caplog.text
+    assert "attempt 1 of 5" in caplog.text and "resuming at byte 100,000" in caplog.text
 
 
 def test_a_cut_of_a_hub_dataset_is_resumed(server: Server, target: Path) -> None:
@@ -200,13 +202,13 @@ def test_a_cut_of_a_hub_dataset_is_resumed(server: Server, target: Path) -> None
     assert_complete(target)
 
 
-def test_without_ranges_it_starts_again(server: Server, target: Path) -> None:
+def test_without_ranges_the_transfer_starts_again(server: Server, target: Path) -> None:
     server.replies["/data.jsonl"] = Reply(DATA, cuts=[100_000], ranges=False)
     fetch_dataset(f"{server.url}/data.jsonl", target)
     assert_complete(target)
 
 
-def test_without_an_etag_it_starts_again(server: Server, target: Path) -> None:
+def test_without_an_etag_the_transfer_starts_again(server: Server, target: Path) -> None:
     server.replies["/data.jsonl"] = Reply(DATA, cuts=[100_000], etag=None)
     fetch_dataset(f"{server.url}/data.jsonl", target)
     assert server.ranges("/data.jsonl") == [None, None]
@@ -222,7 +224,7 @@ def test_always_truncated(server: Server, target: Path) -> None:
 
 
 def stopped_after(server: Server, target: Path, path: str = "/data.jsonl") -> None:
-    """An attempt of another process that ends with 100,000 bytes in its partial file."""
+    """Simulate an attempt of another process that ended with 100,000 bytes in its partial file."""
     server.replies[path].cuts = [100_000]
     server.replies[path].statuses = [200, 500, 500, 500, 500]
     with pytest.raises(UserError, match="answered 500"):
@@ -275,23 +277,23 @@ def test_another_source_is_not_mixed(server: Server, target: Path) -> None:
     assert_complete(target, content=DATA[::-1])
 
 
-def test_a_killed_process_is_continued(server: Server, target: Path, tmp_path: Path) -> None:
+def test_a_fetch_resumes_after_its_process_was_killed(server: Server, target: Path, tmp_path: Path) -> None:
     reply = server.replies["/data.jsonl"] = Reply(DATA * 40)
     reply.pause_after = 4_000_000
     code = "import sys; from pathlib import Path; from tailtune.fetch.dataset import fetch_dataset; " \
            "fetch_dataset(sys.argv[1], Path(sys.argv[2]))"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, f"{server.url}/data.jsonl", str(target)])
     part = partial_directory(target) / "data.jsonl.part"
-    until = time.monotonic() + 20
-    while time.monotonic() < until and not (part.exists() and part.stat().st_size > 0):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (part.exists() and part.stat().st_size > 0):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    have = part.stat().st_size
-    assert 0 < have < len(reply.body) and not target.exists()
+    received = part.stat().st_size
+    assert 0 < received < len(reply.body) and not target.exists()
     reply.pause_after = None
     fetch_dataset(f"{server.url}/data.jsonl", target)
-    assert server.ranges("/data.jsonl") == [None, f"bytes={have}-"]
+    assert server.ranges("/data.jsonl") == [None, f"bytes={received}-"]
     assert_complete(target, content=reply.body)
 
 
@@ -373,9 +375,9 @@ def test_empty_answer(server: Server, target: Path) -> None:
 def test_no_network(target: Path) -> None:
     with pytest.raises(
         UserError, match=r"data.jsonl could not be fetched: .*[Cc]onnection refused.*local path"
-    ) as found:
+    ) as error:
         fetch_dataset(f"{closed_port()}/data.jsonl?token=secret", target)
-    assert "secret" not in str(found.value) and "\n" not in str(found.value)
+    assert "secret" not in str(error.value) and "\n" not in str(error.value)
     assert_nothing(target)
 
 
@@ -425,7 +427,7 @@ def test_disk_too_small_is_known_up_front(server: Server, small_disk: Path) -> N
 
 
 def test_disk_fills_up_on_the_way(server: Server, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "check_space", lambda *_: None)  # as if another process wrote meanwhile
+    monkeypatch.setattr(transfer, "check_space", lambda *_: None)  # as if another process filled the disk meanwhile
     server.replies["/data.jsonl"] = Reply(DATA)
     with pytest.raises(
         UserError, match=rf"no space in .*disk: {len(DATA):,} bytes are needed, 2\d\d,\d+ bytes are free"
@@ -497,18 +499,18 @@ def test_model(server: Server, target: Path) -> None:
     assert fetch_model("owner/model", target) == target
     names = {path.relative_to(target).as_posix() for path in target.rglob("*")}
     assert names == set(MODEL) - {"pytorch_model.bin", "onnx/config.json", "README.md"} | {"manifest.json"}
-    found = read_manifest(target)
-    assert found is not None and found["facts"]["revision"] == COMMIT
-    asked = len(server.requests)
+    published = read_manifest(target)
+    assert published is not None and published["facts"]["revision"] == COMMIT
+    num_requests = len(server.requests)
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     fetch_model("owner/model", target)
-    assert len(server.requests) == asked
+    assert len(server.requests) == num_requests
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
 
 
 def test_model_is_resumed_after_a_cut(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)  # the hub's own waits
-    # The hub's client loses what arrived of the chunk that was cut; real chunks are 10 MB.
+    monkeypatch.setattr("time.sleep", lambda _: None)  # waits of the hub's client
+    # The hub's client discards the chunk in which the transfer was cut; real chunks are 10 MB.
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
     server.add_repo("models", "owner/model", MODEL)
     path = f"/owner/model/resolve/{COMMIT}/model-00001-of-00002.safetensors"
@@ -532,7 +534,7 @@ def test_model_keeps_finished_files(server: Server, target: Path) -> None:
 
 
 def test_incomplete_model_is_not_published(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub would return the incomplete folder with a warning."""
+    """huggingface_hub would return the incomplete directory with only a warning."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     server.add_repo("models", "owner/model", MODEL)
     server.replies[f"/api/models/owner/model/tree/{COMMIT}"].statuses = [500] * 99
@@ -545,10 +547,11 @@ def test_incomplete_model_is_not_published(server: Server, target: Path, monkeyp
 def test_a_listing_that_keeps_failing_takes_a_minute(
     server: Server, target: Path, monkeypatch: pytest.MonkeyPatch, listing: str
 ) -> None:
-    """The hub's client waits, too, within each of our attempts."""
+    """The hub's client waits between attempts of its own, within each of ours."""
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.setattr(transfer, "RETRY_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr("random.uniform", lambda low, high: (low + high) / 2)
+    monkeypatch.setattr(transfer, "RETRY_WAIT_SECONDS", RETRY_WAIT_SECONDS)
     server.add_repo("models", "owner/model", MODEL)
     server.replies[f"/api/models/owner/model/{listing}"].statuses = [500] * 99
     with pytest.raises(UserError, match="run the step again"):
@@ -556,7 +559,7 @@ def test_a_listing_that_keeps_failing_takes_a_minute(
     assert 10 < sum(waits) < 60
 
 
-def test_a_hub_that_stands_still_is_given_up(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_stops_answering_is_given_up(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "HUB_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(hub, "HUB_GIVE_UP_SECONDS", 0.3)
     server.replies["/api/datasets/owner/name"] = Reply(b"{}", pause_after=1)
@@ -572,7 +575,7 @@ def test_no_content_is_hashed_twice(server: Server, tmp_path: Path, monkeypatch:
         hashed.append(path.name.removesuffix(".part"))
         return sha256_file(path)
 
-    for module in (fetch, model, transfer, manifest):
+    for module in (model, transfer, manifest):
         monkeypatch.setattr(module, "sha256_file", count)
     server.replies["/data.jsonl"] = Reply(DATA)
     fetch_dataset(f"{server.url}/data.jsonl", tmp_path / "raw")
@@ -582,9 +585,9 @@ def test_no_content_is_hashed_twice(server: Server, tmp_path: Path, monkeypatch:
     fetch_model("owner/model", tmp_path / "model")
     assert len(hashed) == len(set(hashed)) == 7
     for directory in (tmp_path / "raw", tmp_path / "model"):
-        found = read_manifest(directory)
-        assert found is not None and {"source", "revision", "bytes", "sha256"} <= set(found["facts"])
-        for name, entry in found["files"].items():
+        published = read_manifest(directory)
+        assert published is not None and {"source", "revision", "bytes", "sha256"} <= set(published["facts"])
+        for name, entry in published["files"].items():
             assert entry["sha256"] == sha256_file(directory / name)
 
 
@@ -728,7 +731,7 @@ def test_s3_refusals(
 
 
 def test_s3_bad_credentials(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """moto accepts every key, so this answer is a plain 403, which is what S3, too, gives to HEAD."""
+    """moto accepts every key, so a plain 403 stands in for it, which is also S3's answer to HEAD."""
     server.replies["/bucket/data.jsonl"] = Reply(b"", statuses=[403] * 9)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "bad")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "bad")
