@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
-from tailtune.recipe.schema import RENAMED, Recipe
+from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, Recipe
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -198,6 +198,8 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             free = depth >= 1 and path[depth - 1] in ("trainer", "columns", "local", "environment", "node_selector")
             if part in RENAMED and part not in at:
                 raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
+            if path[depth - 1] == "tail" and part in REMOVED_TAIL_KEYS:
+                raise UserError(f"'{key}' is no longer a recipe key (benchmarks/tail.py switches it)", "leave it out")
             if part not in at and not (free and last):
                 known = [f"{prefix}.{name}" if prefix else name for name in at]
                 known += list(PARAMETERS) if depth == 0 else []

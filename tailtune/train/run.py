@@ -37,7 +37,7 @@ from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, sft_config
 from tailtune.train.callbacks import LogLines, Meter, Metered, StopOnSignal, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.tail.tokenized_rows import IGNORED
-from tailtune.train.tail.trainer import TailTrainer, attach
+from tailtune.train.tail.trainer import TailLoop, attach
 from tailtune.train.weights import export_model, load_model, select_trainable
 from tailtune.training_key import claim_checkpoints, training_key
 
@@ -91,8 +91,8 @@ class FullModelTrainer(Metered, SFTTrainer):
         """TRL's card knows neither the base model nor the data; the report does."""
 
 
-class LastLayersTrainer(Metered, TailTrainer):
-    """The last layers alone, on states that were computed once."""
+class TailTrainer(Metered, TailLoop):
+    """Trains the last layers only, on hidden states that were computed once."""
 
 
 def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
@@ -182,9 +182,9 @@ def train(recipe: Recipe, stage: Stage, paths: Paths) -> int:
         cache_dir=paths.hidden_state_cache,
         base_model_sha256=key["base_model_sha256"],
         callbacks=callbacks,
-        trainer_class=LastLayersTrainer,
+        trainer_class=TailTrainer,
     )
-    trainer: FullModelTrainer | LastLayersTrainer = tail or whole
+    trainer: FullModelTrainer | TailTrainer = tail or whole
     facts["tail_training"] = tail.facts if tail else None
     facts["hardware"] |= {
         name: getattr(trainer.args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
