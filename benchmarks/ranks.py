@@ -121,7 +121,7 @@ def main(data: Path | None, folder: Path, child_all_reduce: int | None) -> None:
         run["difference"] = max([abs(a - b) / a for a, b in pairs][:-1])  # several ranks fill up the last step
     (folder / "results.json").write_text(json.dumps(runs, indent=1))
     print("| ranks | seconds | outside training | filling | step, ms | all-reduce in it, ms | CPU seconds | "
-          "largest loss difference | eval_loss |\n|---|" + "---:|" * 8)  # fmt: skip
+          "largest difference of a loss | eval_loss |\n|---|" + "---:|" * 8)  # fmt: skip
     for name, run in runs.items():
         print(f"| {name} | {run['seconds']:.0f} | {run['outside_seconds']:.1f} | {run['fill_seconds']:.1f} | "
               f"{1000 * run['step_seconds']:.0f} | {1000 * run['all_reduce_seconds']:.0f} | {run['cpu_seconds']:.0f} | "
