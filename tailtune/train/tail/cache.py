@@ -159,7 +159,7 @@ class HiddenStateCache:
             num_rows += len(self.shards[i])
             if rank == 0 and time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
-                log.info("tail: frozen layers, %d %% of this rank's rows", 100 * num_done // len(missing))
+                log.info("tail: frozen layers computed for %d %% of this rank's rows", 100 * num_done // len(missing))
         self.fill_seconds = time.monotonic() - start
         if dist.is_initialized():
             dist.barrier()

@@ -1,12 +1,12 @@
 """Packs the rows of a batch into one sequence without padding.
 
-A row is the *shared prefix* (the tokens that most rows begin with; some rows do not have it) followed by the row's *own
-tokens*. The packed sequence holds the shared prefix once, then the own tokens of each row:
+A row consists of the *shared prefix*, with which most rows begin, and of its *own tokens*. A row with another beginning
+has own tokens only. The packed sequence holds the shared prefix once, then the own tokens of each row:
 
     shared prefix | own tokens of row 0 | own tokens of row 1 | …
 
 Linear layers, norms and activations treat every token separately, so they run on the packed sequence. Attention does
-not: `attention.py` gathers the rows into padded *groups* and runs on those. Throughout this package
+not: `attention.py` gathers the rows into padded *groups* and runs on those. Throughout this package,
 
 - a token's *index* counts from the start of the packed sequence, 0 to T - 1;
 - its *position* counts from the start of its row, which is what rotary embeddings use;
@@ -21,36 +21,37 @@ The shared prefix has the three tokens x y z. Row 0 has the own tokens a b, row 
     position    0  1  2  3  4  3  4  5  6
     column               0  1  0  1  2  3
 
-`lay_out(prefix_length=3, starts=[3, 3], lengths=[2, 4], device)` returns a layout with
+`lay_out(prefix_length=3, starts=[3, 3], lengths=[2, 4], device=…)` returns a layout with
 
     offsets          [3, 5]                    index of each row's first own token
     token_indices    [3, 4], [5, 6, 7, 8]      indices of each row's own tokens
     positions        [0, 1, 2, 3, 4, 3, 4, 5, 6]
 
-`Layout.grouped` returns two groups: the shared prefix, which attends to itself, and the two rows, which are padded to
-four columns and attend to the prefix and to themselves.
+`Layout.grouped` returns two groups. Group 0 is the shared prefix, which attends to itself. Group 1 is both rows, padded
+to four columns; each attends to the shared prefix and to itself.
 
                      group 0        group 1
     prefix_length    0              3
     keys             [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]    a row's last token is its padding
     queries          [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]
     columns          None           None                            every column is a query
-    slots            [0, 1, 2]      [0, 1, 4, 5, 6, 7]              2 and 3 are row 0's padding
+    slots            [0, 1, 2]      [0, 1, 4, 5, 6, 7]              slots 2 and 3 are row 0's padding
 
 In group 1, queries of shape [2, heads, 4, size] attend to keys of shape [2, key heads, 3 + 4, size]. The output has
-2 × 4 query slots; `slots` drops the padding. The remaining outputs of both groups, concatenated, are in the order of
-the packed sequence, so `grouped` returns None as their permutation.
+2 × 4 query slots, and `slots` selects those that are not padding. The outputs of both groups, concatenated, are then in
+the order of the packed sequence, so `grouped` returns None as their permutation. A permutation is needed, for example,
+when rows with and without the shared prefix alternate, because these are in different groups.
 
-*Fewer queries.* The last layer needs outputs only where a label is predicted. For the tokens b and f,
-`layout.select_queries([4, 8])` keeps all keys but only two queries, and the group of the prefix is gone:
+*Fewer queries.* The last layer needs outputs only where a label is predicted. If only the tokens b and f predict one,
+`layout.select_queries([4, 8])` keeps all keys and two queries. The shared prefix has no query, so it has no group:
 
     keys             [[3, 4, 4, 4], [5, 6, 7, 8]]
     queries          [[0], [1]]                    b is the first selected token, f the second
     columns          [[1], [3]]                    b is in column 1 of its row, f in column 3
     slots            [0, 1]
 
-*Inherited tokens.* While the cache is filled, rows that begin alike follow each other. If row 1 is a d e f, it inherits
-its first own token from row 0. With `num_inherited=[0, 1]` the packed sequence holds the token a once:
+*Inherited tokens.* While the cache is filled, rows that begin alike follow each other. If the own tokens of row 1 are
+a d e f, the row inherits the first of them from row 0. With `num_inherited=[0, 1]`, the packed sequence holds a once:
 
     token       x  y  z  a  b  d  e  f
     index       0  1  2  3  4  5  6  7
@@ -59,8 +60,8 @@ its first own token from row 0. With `num_inherited=[0, 1]` the packed sequence 
     offsets          [3, 5]                    index of each row's first token that is not inherited
     token_indices    [3, 4], [3, 5, 6, 7]      row 1 begins with the a of row 0
 
-Row 1 has no query for a, whose output row 0 computes. The rows now have two and three queries, and each gets a group of
-its own:
+Row 1 has no query for a, whose output is computed in row 0. The rows now have two and three queries, so each gets its
+own group. Group 0 is the shared prefix, as above.
 
                      group 1     group 2
     keys             [[3, 4]]    [[3, 5, 6, 7]]
@@ -78,9 +79,9 @@ import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 MAX_GROUPS = 4
-"""Maximum number of groups of rows with the same prefix length, where rows inherit tokens and so differ in queries.
+"""Maximum number of groups per prefix length when rows inherit tokens, because their numbers of queries then differ.
 
-Without inherited tokens there is one group: in training, more do not pay, because each has its own forward and
+Without inherited tokens there is one group. More do not pay in training, where each group has its own forward and
 backward pass (BENCHMARKS.md).
 """
 MAX_MASK_ELEMENTS = 1 << 23
@@ -96,7 +97,7 @@ class Group:
     keys: torch.Tensor
     """[n, width] indices of each row's own tokens; shorter rows repeat their last one."""
     queries: torch.Tensor
-    """[n, q] indices of the queries among the tokens selected by `Layout.query_index`; arbitrary in unused slots."""
+    """[n, q] index of each query among the selected tokens (`Layout.query_index`); arbitrary in unused slots."""
     columns: torch.Tensor | None
     """[n or 1, q] columns of the queries; None where every column is a query."""
     slots: torch.Tensor
@@ -104,10 +105,10 @@ class Group:
     masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive attention mask, 0 or minus infinity, which is kept for the other layers.
+        """Return the additive attention mask (0 or minus infinity). It is built once and reused by the other layers.
 
         Its shape is [n or 1, 1, repeats * q, prefix_length + width]: the queries are repeated for the heads that share
-        a key. `window` is the size of a sliding window.
+        a key. `window` is the size of a sliding window, in tokens.
         """
         if (mask := self.masks.get((window, repeats, dtype))) is not None:
             return mask
@@ -135,7 +136,7 @@ class Layout:
     lengths: np.ndarray
     """[n] number of own tokens of each row."""
     num_inherited: np.ndarray
-    """[n] number of own tokens that each row shares with the previous one, from its first own token on."""
+    """[n] number of leading own tokens that each row inherits from the previous one."""
     token_indices: tuple[np.ndarray, ...]
     """Indices of each row's own tokens."""
     positions: torch.Tensor
@@ -149,7 +150,7 @@ class Layout:
     query_index: np.ndarray | None = None
     """[K] indices of the tokens that are queries and have an output; None for all tokens."""
     all_keys_and_values: list[KeysAndValues] = field(default_factory=list, repr=False)
-    """With a `query_index`: keys and values of the whole sequence, once the last layer has computed them."""
+    """With a `query_index`: keys and values of the whole sequence. Empty until the last layer has computed them."""
 
     def select_queries(self, query_index: np.ndarray) -> "Layout":
         """Return the same layout with the tokens at the unique indices `query_index` [K] as its only queries."""
@@ -174,9 +175,9 @@ class Layout:
         return output_index
 
     def _members(self, output_index: np.ndarray) -> list[tuple[int, list[np.ndarray], np.ndarray]]:
-        """Each group's prefix length, its rows' token indices, and its rows' numbers of inherited tokens.
+        """For each group: its prefix length, its rows' token indices, and their numbers of inherited tokens.
 
-        The shared prefix is a group of one row. The other rows are grouped by prefix length and by bucket.
+        The shared prefix is a group with a single row. The rows are grouped by prefix length and by bucket.
         """
         prefix = np.arange(self.prefix_length if self.includes_prefix else 0)
         has_queries = (output_index[prefix] >= 0).any()
@@ -242,7 +243,10 @@ def _build_group(
     output_index: np.ndarray,
     device: torch.device,
 ) -> tuple[Group, np.ndarray]:
-    """Return a group and [m] the output indices of its queries, in the order of its slots."""
+    """Return a group, and the output index of each query [m] in the order of the group's slots.
+
+    `token_indices` and `num_inherited` describe its n rows; `output_index` is that of `Layout._output_index`.
+    """
     lengths = np.array([len(indices) for indices in token_indices])
     column = np.arange(lengths.max())
     keys = np.stack([indices[np.minimum(column, len(indices) - 1)] for indices in token_indices])
@@ -284,4 +288,5 @@ def _query_columns(is_query: np.ndarray, prefix_length: int) -> np.ndarray:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

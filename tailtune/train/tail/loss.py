@@ -75,10 +75,10 @@ class _HeadLoss(torch.autograd.Function):
                     logits = squashed * softcap
                 row = torch.arange(len(logits), device=logits.device)
                 largest, target_logits = logits.amax(-1), logits[row, target]
-                # a comparison, because argmax takes ten times as long
+                # compare where possible, because argmax takes ten times as long
                 hits = target_logits >= largest if compute is wide else logits.argmax(-1) == target
                 probabilities = torch.softmax(logits, -1, out=logits)
-                # logsumexp from the largest probability, which never underflows
+                # log-sum-exp is the largest logit minus the logarithm of its probability, which never underflows
                 losses = largest - probabilities.amax(-1).log() - target_logits
                 scale = None if weights is None else weights[part].to(wide)
                 loss += losses.sum() if scale is None else losses @ scale
