@@ -18,12 +18,16 @@ from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
 pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
-FEW = {"stages.0.trainer.max_steps": 8, "stages.0.trainer.logging_steps": 1, "stages.0.trainer.adam_epsilon": 1e-6,
-       "stages.0.scale_learning_rate": False}  # fmt: skip
+SHORT_RUN = {
+    "stages.0.trainer.max_steps": 8,
+    "stages.0.trainer.logging_steps": 1,
+    "stages.0.trainer.adam_epsilon": 1e-6,
+    "stages.0.scale_learning_rate": False,
+}
 
 
 def make(root: Path, name: str, **overrides: Any) -> Run:
-    return Run(name=name, recipe=tiny_recipe(**{**FEW, **overrides}), local=True, data_dir=root / name / "data",
+    return Run(name=name, recipe=tiny_recipe(**{**SHORT_RUN, **overrides}), local=True, data_dir=root / name / "data",
                models_dir=root / name / "models", workspace_dir=root / name / "workspace")  # fmt: skip
 
 
@@ -34,8 +38,9 @@ def losses(run: Run, kind: str = "train") -> list[float]:
 
 def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tmp_path: Path) -> None:
     """With larger batches, other rows fill up the last step of an epoch; no rows fill up an evaluation."""
-    few = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2, "stages.0.loss": "all"}
-    runs = [make(tmp_path, "tail", **few), make(tmp_path, "whole", **few, **{"stages.0.tail.mode": "off"})]
+    steps = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2}
+    settings = {**steps, "stages.0.loss": "all"}
+    runs = [make(tmp_path, "tail", **settings), make(tmp_path, "whole", **settings, **{"stages.0.tail.mode": "off"})]
     for run in runs:
         train_stage(run, prepared / "data", prepared / "base")
     tail, whole = (load_file(run.best_model_dir / "model.safetensors") for run in runs)
@@ -46,11 +51,11 @@ def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tm
 
 @pytest.mark.parametrize("loss", ["answer", pytest.param("all", marks=pytest.mark.slow)])
 def test_two_ranks_train_the_same_as_one_rank_and_as_the_whole_model(loss: str, prepared: Path, tmp_path: Path) -> None:
-    one_loss = {"stages.0.loss": loss}
+    settings = {"stages.0.loss": loss}
     runs = [
-        make(tmp_path, "tail", **one_loss),
-        make(tmp_path, "whole", **one_loss, **{"stages.0.tail.mode": "off"}),
-        make(tmp_path, "one", **one_loss, ranks_per_node=1, batch_size=4),
+        make(tmp_path, "tail", **settings),
+        make(tmp_path, "whole", **settings, **{"stages.0.tail.mode": "off"}),
+        make(tmp_path, "one", **settings, ranks_per_node=1, batch_size=4),
     ]
     for run in runs:
         train_stage(run, prepared / "data", prepared / "base")
