@@ -3,7 +3,7 @@
 Reading order:
 
 - `tokenized_rows`: the rows, the prefix that they share, and the tokens to predict;
-- `layout`, `attention`: rows packed into one sequence without padding, after one copy of the shared prefix;
+- `layout`, `attention`: the rows of a batch in one sequence without padding, and causal attention over it;
 - `decoder`: a model split at its first trainable layer;
 - `cache`, `placement`: the hidden states of all rows, and where they are kept;
 - `loss`, `module`: the loss, and the module that Trainer trains;

@@ -1,8 +1,8 @@
 """The hidden states of all rows after the frozen layers, computed once and kept in files on a volume.
 
-A shard is a file with the own tokens of several rows. It is written under a temporary name, ends in a checksum that is
-seeded with the cache's key, and is renamed last. A shard that exists and is whole is therefore correct, and any other
-one is computed. No other state has to be kept consistent.
+A shard is a file with the hidden states of several rows' own tokens. It is written under a temporary name, ends in a
+checksum that is seeded with the cache's key, and is renamed last. A shard that exists and is whole is therefore
+correct; all other shards are computed. Nothing else has to be kept consistent.
 """
 
 import os

@@ -26,7 +26,10 @@ class _Reached(Exception):
 
 
 class SplitDecoder:
-    """Runs the frozen layers or the tail of a model. Raises CannotSplit where there is nothing to separate."""
+    """Runs the frozen layers or the tail of a model.
+
+    Raises CannotSplit when no layer is frozen, or when parameters outside the last layers and the head train.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

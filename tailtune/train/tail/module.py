@@ -39,7 +39,7 @@ class Tail(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Return the loss, the number of labels and the number of correct predictions of the rows [n].
 
-        The loss is the mean over the labels, or their sum divided by `num_items_in_batch`.
+        The loss is the mean over the labels, or the sum over the labels divided by `num_items_in_batch`.
         """
         indices, device = row_indices.tolist(), self.frozen_layers.device
         layout = self.frozen_layers.layout(indices, padded=not self.savings.packing)
