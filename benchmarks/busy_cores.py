@@ -1,4 +1,4 @@
-"""What another program on the same cores costs a training step, by OpenMP's wait policy."""
+"""Measures how much other programs on the same cores slow down a training step, by OpenMP's wait policy."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def spin() -> None:
 
 
 def measure(policy: str, competitors: int) -> float:
-    """Seconds of a step of survival's small model (16 rows of 128 tokens) while others spin."""
+    """Return the seconds per step of survival's small model (16 rows of 128 tokens) while `competitors` spin."""
     others = [multiprocessing.Process(target=spin, daemon=True) for _ in range(competitors)]
     for other in others:
         other.start()
@@ -40,7 +40,7 @@ def measure(policy: str, competitors: int) -> float:
 
 
 if __name__ == "__main__":
-    print("| other busy programs | ACTIVE, ms a step | PASSIVE, ms a step | ratio |\n|---:|---:|---:|---:|")
+    print("| other busy programs | ACTIVE, ms per step | PASSIVE, ms per step | ratio |\n|---:|---:|---:|---:|")
     for competitors in (0, 1, 2):
         rounds = [(measure("ACTIVE", competitors), measure("PASSIVE", competitors)) for _ in range(3)]
         active, passive = (1000 * statistics.median(side) for side in zip(*rounds, strict=True))

@@ -1,9 +1,9 @@
-"""What more ranks cost: the same training in 1, 2 and 4 ranks of this machine, by the launcher.
+"""Measures the cost of more ranks: the same training on 1, 2 and 4 ranks of one machine, started by the launcher.
 
     python benchmarks/ranks.py --data offline-practical-skills-qa.jsonl
 
-One thread a rank; all take the same 16 rows a step, so the losses have to be the same. Where ranks outnumber
-cores, wall time tells little; CPU seconds of all processes tell what the ranks add.
+Each rank has one thread. All runs use the same 16 rows per step, so their losses have to be the same. With more ranks
+than cores, wall time means little; the CPU seconds of all processes show the overhead of the ranks.
 """
 
 import json
@@ -21,13 +21,16 @@ from typing import Any
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tail import child  # prepares model and data in a process of its own
+from tail import child  # prepares model and data in a separate process
 
 ROWS_PER_STEP = 16
 
 
 def train(folder: Path, num_ranks: int, *, launcher: bool = True) -> dict[str, Any]:
-    """One epoch; seconds, CPU seconds of all processes, losses. Without the launcher: the module itself."""
+    """Train one epoch. Returns seconds, CPU seconds of all processes and losses.
+
+    Without `launcher`, the training module is started directly.
+    """
     output = folder / f"ranks-{num_ranks}"
     shutil.rmtree(output, ignore_errors=True)
     settings = {"epochs": 1, "stages.0.trainer.per_device_train_batch_size": ROWS_PER_STEP // num_ranks,
@@ -63,7 +66,7 @@ run_job(Job("ranks", "tailtune.train", tuple(sys.argv[1:]), ranks_per_node={num_
 
 
 def all_reduce(num_ranks: int, num_bytes: int) -> float:
-    """Median seconds of summing so many bytes of fp32 over gloo, which is what DDP does once a step."""
+    """Return the median seconds to sum `num_bytes` of fp32 with gloo, which DDP does once per step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,13 +114,13 @@ def main(data: Path | None, folder: Path, child_all_reduce: int | None) -> None:
     child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
     runs = {"1, without the launcher": train(folder, 1, launcher=False)}
     runs |= {str(number): train(folder, number) for number in (1, 2, 4)}
-    one = runs["1"]
+    single = runs["1"]
     for run, number in zip(runs.values(), (1, 1, 2, 4), strict=True):
         run["all_reduce_seconds"] = all_reduce(number, 4 * run["num_trainable"]) if number > 1 else 0.0
-        pairs = zip(one["losses"], run["losses"], strict=True)
-        run["difference"] = max([abs(a - b) / a for a, b in pairs][:-1])  # several ranks fill the last step up
+        pairs = zip(single["losses"], run["losses"], strict=True)
+        run["difference"] = max([abs(a - b) / a for a, b in pairs][:-1])  # several ranks fill up the last step
     (folder / "results.json").write_text(json.dumps(runs, indent=1))
-    print("| ranks | seconds | outside training | filling | a step, ms | of it all-reduce, ms | CPU seconds | "
+    print("| ranks | seconds | outside training | filling | step, ms | all-reduce in it, ms | CPU seconds | "
           "largest difference of a loss | eval_loss |\n|---|" + "---:|" * 8)  # fmt: skip
     for name, run in runs.items():
         print(f"| {name} | {run['seconds']:.0f} | {run['outside_seconds']:.1f} | {run['fill_seconds']:.1f} | "

@@ -1,13 +1,13 @@
-"""Tail training against stock TRL, on the survival data: headline, the five savings, scaling.
+"""Compares tail training with stock TRL on the survival data: headline, the five savings, scaling.
 
     python benchmarks/tail.py --data offline-practical-skills-qa.jsonl                  # 2 CPU cores
     python benchmarks/tail.py --data … --part scaling                                   # curves, docs/tail-scaling.png
     python benchmarks/tail.py --data … --device cuda --model smollm3-3b                 # one GPU, no network
 
-Every variant runs in a process of its own, one after the other. Tail training is run whole, from process
-start to saved model, by the entry that a cluster uses (`python -m tailtune.train`). Stock variants are timed
-over `--steps` optimizer steps and one evaluation, and extrapolated to the whole run with its evaluations.
-Results go to `results.json` in `--folder`, tables to stdout.
+The variants run one after the other, each in its own process. Tail training runs completely, from process start to
+saved model, through the entry point that a cluster uses (`python -m tailtune.train`). Stock variants are timed over
+`--steps` optimizer steps and one evaluation, and extrapolated to the whole run with its evaluations. Results are
+written to `results.json` in `--folder`, tables to stdout.
 """
 
 import json
@@ -25,10 +25,10 @@ import click
 import psutil
 
 SHAPES: dict[str, dict[str, int]] = {
-    # SmolLM3's proportions; the vocabulary keeps the head's share of the parameters (8 %)
+    # SmolLM3's proportions; this vocabulary gives the head the same share of the parameters (8 %)
     "hidden256": {"hidden_size": 256, "intermediate_size": 1376, "num_hidden_layers": 36, "num_attention_heads": 4,
                   "num_key_value_heads": 1, "vocab_size": 16384},
-    # for the curves, which take dozens of runs
+    # for the curves, which need dozens of runs
     "hidden128": {"hidden_size": 128, "intermediate_size": 688, "num_hidden_layers": 16, "num_attention_heads": 4,
                   "num_key_value_heads": 1, "vocab_size": 8192},
     "smollm3-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
@@ -37,17 +37,17 @@ SHAPES: dict[str, dict[str, int]] = {
 TOKENIZER_WORDS = 16384
 EPOCHS = 4
 BATCH, ACCUMULATION = 8, 2
-OFF = {"stop_backward": False, "packing": False, "answer_head": False, "cache": "none", "shared_prompt": False}
-"""Tail training with all of its savings switched off."""
+OFF = {"stop_backward": False, "packing": False, "answer_head": False, "cache": "none", "shared_prefix": False}
+"""Tail training with all of its savings switched off: the fields of `Savings`, and the recipe's `tail.cache`."""
 EARLIER = {"tied": True, "recipe": {"stages.0.loss": "all"}, "args": {"gradient_checkpointing": True}}
-"""As the earlier system: dynamic padding, gradient checkpointing, tied head, loss over all tokens."""
+"""The earlier system: dynamic padding, gradient checkpointing, tied head, loss over all tokens."""
 
 
-# ---- what is measured: each of these runs in a child process ----------------------------------------
+# ---- measurements: each of these functions runs in a child process ---------------------------------
 
 
 def prepare(folder: Path, data: Path, shape: str) -> None:
-    """Parquet file, tokenizer trained on the data, random weights of the shape, as a run would leave them."""
+    """Write the Parquet file, a tokenizer trained on the data, and random weights, in the same files as a run."""
     import pyarrow.parquet as pq
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -78,7 +78,11 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
 
 
 def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """Some optimizer steps of one variant: seconds a step, tokens, counted operations, memory."""
+    """Run some optimizer steps of one variant. Returns seconds per step, tokens, counted operations and memory.
+
+    `spec` has the recipe's `tail.cache` as `cache` and the fields of `Savings` as `savings` where the tail trains;
+    without `cache`, TRL trains the whole model.
+    """
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -92,7 +96,8 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from tailtune.parquet.split import split_rows
     from tailtune.recipe.load import load_recipe, with_overrides
     from tailtune.recipe.schema import TailSettings
-    from tailtune.train.tail.trainer import TailTrainer, attach
+    from tailtune.train.tail.savings import Savings
+    from tailtune.train.tail.trainer import TailLoop, attach
     from tailtune.train.weights import select_trainable
 
     logging.set_verbosity_error()
@@ -109,7 +114,7 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     train = pa.concat_tables([numbered(train, i) for i in range(spec.get("times_rows", 1))])
     num_rows = train.num_rows
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, device_map="cuda" if cuda else None)
-    if spec.get("tied"):  # the earlier system: the last layers and the head, which is the input embedding too
+    if spec.get("tied"):  # the earlier system: the last layers and the head, which is also the input embedding
         model.requires_grad_(False)
         for part in (*model.model.layers[-stage.train_weights.last_layers :], model.lm_head):
             part.requires_grad_(True)
@@ -129,17 +134,19 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
                        eval_dataset=conversations(recipe.prompt, validation), processing_class=tokenizer,
                        callbacks=callbacks)  # fmt: skip
     trainer: Any = plain
-    prefix_seconds = 0.0
-    if "tail" in spec:
+    frozen_seconds = 0.0
+    if "cache" in spec:
         start = time.perf_counter()
-        if not spec.get("keep_cache"):
-            shutil.rmtree(folder / "cache", ignore_errors=True)
-        with clock.counting("prefix"):
-            trainer = attach(plain, TailSettings(**spec["tail"]), dtype=dtype, cache_dir=folder / "cache",
-                             base_model_sha256="benchmark", callbacks=callbacks, trainer_class=TailTrainer)  # fmt: skip
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        with clock.counting("frozen layers"):
+            trainer = attach(
+                plain, TailSettings(cache=spec["cache"]), dtype=dtype, cache_dir=folder / "cache",
+                base_model_sha256="benchmark", callbacks=callbacks, trainer_class=TailLoop,
+                savings=Savings(**spec.get("savings", {})),
+            )  # fmt: skip
         assert trainer is not None
-        prefix_seconds = time.perf_counter() - start
-    started = time.time() - psutil.Process().create_time() - prefix_seconds
+        frozen_seconds = time.perf_counter() - start
+    start_seconds = time.time() - psutil.Process().create_time() - frozen_seconds
     trainer.train()
     evaluate_seconds = 0.0
     if spec.get("evaluate"):
@@ -148,23 +155,26 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         evaluate_seconds = Clock.now() - start
     seconds = sum(clock.seconds) / len(clock.seconds)
     total = math.ceil(num_rows * spec.get("epochs", EPOCHS) / (BATCH * accumulation))
-    flops = clock.flops.get("prefix", 0) + clock.flops.get("step", 0) * total
-    source = trainer.model.source if "tail" in spec else None
+    flops = clock.flops.get("frozen layers", 0) + clock.flops.get("step", 0) * total
+    source = trainer.model.source if "cache" in spec else None
     return {
         "flops_of": clock.flops, "fill_seconds": getattr(source, "fill_seconds", 0.0),
-        "step_seconds": seconds, "prefix_seconds": prefix_seconds, "steps_timed": len(clock.seconds),
-        "total_steps": total, "start_seconds": started, "flops": flops,
+        "step_seconds": seconds, "frozen_seconds": frozen_seconds, "steps_timed": len(clock.seconds),
+        "total_steps": total, "start_seconds": start_seconds, "flops": flops,
         "evaluate_seconds": evaluate_seconds,
-        "total_seconds": started + prefix_seconds + seconds * total + evaluate_seconds * EPOCHS,
+        "total_seconds": start_seconds + frozen_seconds + seconds * total + evaluate_seconds * EPOCHS,
         "tokens_per_second": trainer.state.num_input_tokens_seen / trainer.state.global_step / seconds,
         "memory": memory() - baseline, "num_rows": num_rows,
-        "prompt_share": prompt_share(trainer) if "tail" in spec else None,
+        "prefix_share": prefix_share(trainer) if "cache" in spec else None,
         "source": type(source).__name__,
     }  # fmt: skip
 
 
 def ceiling() -> float:
-    """Operations per second of the device's matrix product, in the precision of the runs: what MFU is a share of."""
+    """Return the operations per second of a large matrix product, in the precision of the runs.
+
+    Model FLOPs utilization (MFU) is relative to it.
+    """
     import torch
 
     cuda = torch.cuda.is_available()
@@ -179,14 +189,14 @@ def ceiling() -> float:
     return 2 * size**3 / best
 
 
-def prompt_share(trainer: Any) -> float:
-    """Share of all tokens that are a shared prompt's."""
+def prefix_share(trainer: Any) -> float:
+    """Return the share of all tokens that are in the shared prefix."""
     rows = trainer.model.rows
     return float(rows.starts.sum() / sum(map(len, rows.ids)))
 
 
 def numbered(rows: Any, number: int) -> Any:
-    """The same rows with other questions, so that they share no more than their prompt."""
+    """Return the same rows with different questions, so that they share only the system prompt."""
     if number == 0:
         return rows
     import pyarrow as pa
@@ -196,7 +206,7 @@ def numbered(rows: Any, number: int) -> Any:
 
 
 class Clock:
-    """Times optimizer steps after some warm-up, and counts the operations of one of the warm-up steps."""
+    """Times optimizer steps after a warm-up, and counts the operations of one warm-up step."""
 
     def __init__(self, warmup: int, flops: bool) -> None:
         self.warmup, self.count = warmup, flops
@@ -220,7 +230,7 @@ class Clock:
             self.seconds.append(seconds)
 
     def counting(self, name: str) -> Any:
-        """Counts matrix products and attention, as multiply and add, of what runs within."""
+        """Count the operations (multiplications and additions) of matrix products and attention within the block."""
         from contextlib import contextmanager
 
         import torch
@@ -258,7 +268,7 @@ class Clock:
 
 
 def memory() -> int:
-    """Peak memory of this process so far: on the GPU where there is one, else resident."""
+    """Return the peak memory of this process so far, in bytes: on the GPU where there is one, otherwise resident."""
     import torch
 
     if torch.cuda.is_available():
@@ -266,7 +276,7 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# ---- the parent ------------------------------------------------------------------------------------
+# ---- the parent process ------------------------------------------------------------------------------------
 
 
 def child(folder: Path, function: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def child(folder: Path, function: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Tail training by its own entry, from process start to saved model."""
+    """Run tail training through its own entry point, from process start to saved model."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     overrides = {"stages.0.trainer.eval_strategy": "epoch", "resources.num_nodes": 1, **recipe}
     parameters = [part for key, value in overrides.items() for part in ("-p", f"{key}={json.dumps(value)}")]
@@ -297,9 +307,9 @@ def whole(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def headline(folder: Path, num_steps: int, device: str, results: dict[str, Any]) -> None:
-    """Tail training whole, against the two stock set-ups; a stock step is a micro-batch of 8 rows.
+    """Compare a complete tail training with the two stock setups. A stock step is a micro-batch of 8 rows.
 
-    Two rounds in turn, so that what else the machine does meets all of them alike.
+    The variants alternate in two rounds, so that background load affects all of them equally.
     """
     stock = {"steps": math.ceil(num_steps / 2), "accumulation": 1, "evaluate": True}
     padding_free = {"steps": math.ceil(num_steps / 10), "args": {"padding_free": True, "max_length": None}}
@@ -312,14 +322,14 @@ def headline(folder: Path, num_steps: int, device: str, results: dict[str, Any])
         rounds["earlier"].append(child(folder, "steps", {**stock, **EARLIER}))
     rounds["whole"].append(whole(folder, {}))
     rounds["tuned, padding-free"] = [child(folder, "steps", {**stock, **padding_free})]
-    tail = {"tail": {"cache": "gpu" if device == "cuda" else "host"}}
+    tail = {"cache": "gpu" if device == "cuda" else "host"}
     results["ceiling"] = child(folder, "ceiling", {})["flops_per_second"]
     results["counted"] = child(folder, "steps", {**tail, "steps": 1, "flops": True})
     results["timed"] = child(folder, "steps", {**tail, "steps": 60})
 
 
 def savings(folder: Path, results: dict[str, Any]) -> None:
-    """Each saving alone, all but one, and all; the same code with all of them off is 1."""
+    """Measure each saving alone, all but one, and all of them, relative to the same code with all of them off."""
     on: dict[str, Any] = dict.fromkeys(OFF, True) | {"cache": "host"}
     variants = {"none of them": OFF}
     variants |= {f"only {name}": {**OFF, name: on[name]} for name in OFF if name != "cache"}
@@ -328,16 +338,21 @@ def savings(folder: Path, results: dict[str, Any]) -> None:
     variants["all but stop_backward and cache"] = {**on, "stop_backward": False, "cache": "none"}
     variants["all"] = on
     results["savings"] = {}
-    for name, tail in variants.items():
-        spec = {"steps": 8 if tail["cache"] == "none" else 40, "tail": tail, "flops": True}
+    for name, switches in variants.items():
+        cache = switches["cache"]
+        switches = {key: value for key, value in switches.items() if key != "cache"}
+        spec = {"steps": 8 if cache == "none" else 40, "cache": cache, "savings": switches, "flops": True}
         results["savings"][name] = child(folder, "steps", spec)
         print(name, results["savings"][name], file=sys.stderr, flush=True)
 
 
 def scaling(folder: Path, results: dict[str, Any]) -> None:
-    """Rows, trainable layers and prompt share, each with cache, without it, and on the whole model by TRL."""
-    ways = {"cached": {"tail": {"cache": "host"}, "steps": 30}, "on the fly": {"tail": {"cache": "none"}, "steps": 12},
-            "whole": {"steps": 6}}  # fmt: skip
+    """Vary rows, trainable layers and prompt share: with the cache, without it, and with TRL on the whole model."""
+    ways = {
+        "cached": {"cache": "host", "steps": 30},
+        "on the fly": {"cache": "none", "steps": 12},
+        "whole": {"steps": 6},
+    }
     prompt = (
         "Answer thoroughly and step by step, put safety warnings first, say when to call for professional help, and "
         "offer more than one way where there is one, because you teach rather than being brief. "
@@ -353,12 +368,12 @@ def scaling(folder: Path, results: dict[str, Any]) -> None:
         for at, changes in points:
             point = {way: child(folder, "steps", {**settings, **changes}) for way, settings in ways.items()}
             results["scaling"][sweep].append({"at": at, **point})
-            print(sweep, at, json.dumps({way: one["total_seconds"] for way, one in point.items()}), file=sys.stderr,
+            print(sweep, at, json.dumps({way: run["total_seconds"] for way, run in point.items()}), file=sys.stderr,
                   flush=True)  # fmt: skip
 
 
 def plot(scaling: dict[str, Any], path: Path) -> None:
-    """Seconds of a run against each of the four, one curve a way; written for light and dark pages alike."""
+    """Plot the seconds of a run against each of the four, one curve per way, for light and dark pages."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -370,7 +385,7 @@ def plot(scaling: dict[str, Any], path: Path) -> None:
     curves: dict[str, tuple[list[float], dict[str, list[float]]]] = {}
     for sweep, points in scaling.items():
         share = sweep == "prompt share"
-        x = [100 * p["cached"]["prompt_share"] if share else p["at"] for p in points]
+        x = [100 * p["cached"]["prefix_share"] if share else p["at"] for p in points]
         curves[sweep] = x, {way: [p[way]["total_seconds"] for p in points] for way in ("whole", "on the fly", "cached")}
     curves["epochs"] = (
         list(epochs),
@@ -389,10 +404,10 @@ def plot(scaling: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def run_seconds(one: dict[str, Any], epochs: int) -> float:
-    """Seconds of a run of so many epochs, from what was measured for EPOCHS."""
-    steps = one["total_steps"] * epochs / EPOCHS
-    return float(one["start_seconds"] + one["prefix_seconds"] + steps * one["step_seconds"])
+def run_seconds(result: dict[str, Any], epochs: int) -> float:
+    """Return the seconds of a run of `epochs`, from a result for EPOCHS."""
+    steps = result["total_steps"] * epochs / EPOCHS
+    return float(result["start_seconds"] + result["frozen_seconds"] + steps * result["step_seconds"])
 
 
 def each(runs: list[dict[str, Any]], name: str) -> str:
@@ -406,7 +421,7 @@ def tables(results: dict[str, Any]) -> None:
         print("| way | seconds, each run | fastest, tail training = 1 | memory above imports, MiB |")
         print("|---|---:|---:|---:|")
         memory = (best["peak"] - results["imports"]) / 2**20
-        print(f"| tail training, whole | {each(rounds['whole'], 'seconds')} | 1 | {memory:.0f} |")
+        print(f"| tail training, complete | {each(rounds['whole'], 'seconds')} | 1 | {memory:.0f} |")
         for name in ("tuned", "tuned, padding-free", "earlier"):
             runs = rounds[name]
             ratio = min(run["total_seconds"] for run in runs) / best["seconds"]
@@ -415,18 +430,18 @@ def tables(results: dict[str, Any]) -> None:
             print(f"| stock, {name}, {steps} | {each(runs, 'total_seconds')} | {ratio:.1f} | {memory:.0f} |")
     if "ceiling" in results:
         timed, counted = results["timed"], results["counted"]["flops_of"]
-        seconds = {"prefix": timed["fill_seconds"], "step": timed["step_seconds"]}
+        seconds = {"frozen layers": timed["fill_seconds"], "step": timed["step_seconds"]}
         print(f"\nMatrix product: {results['ceiling'] / 1e12:.2f} TFLOP/s.", end=" ")
-        for phase, one in seconds.items():
-            print(f"{phase}: {one:.3f} s, {counted[phase] / 1e12:.2f} TFLOP, "
-                  f"{100 * counted[phase] / one / results['ceiling']:.0f} % of it.", end=" ")  # fmt: skip
+        for phase, value in seconds.items():
+            print(f"{phase}: {value:.3f} s, {counted[phase] / 1e12:.2f} TFLOP, "
+                  f"{100 * counted[phase] / value / results['ceiling']:.0f} % of it.", end=" ")  # fmt: skip
         print()
     if "scaling" in results:
         print("| sweep | at | TRL, whole model, s | on the fly, s | cached, s | whole / cached |\n|---|" + "---:|" * 5)
         for sweep, points in results["scaling"].items():
             for point in points:
                 seconds = [point[way]["total_seconds"] for way in ("whole", "on the fly", "cached")]
-                share = point["cached"]["prompt_share"]
+                share = point["cached"]["prefix_share"]
                 at = f"{100 * share:.0f} %" if sweep == "prompt share" else point["at"]
                 print(f"| {sweep} | {at} |", " | ".join(f"{value:.0f}" for value in seconds),
                       f"| {seconds[0] / seconds[2]:.1f} |")  # fmt: skip
@@ -438,16 +453,16 @@ def tables(results: dict[str, Any]) -> None:
     if "savings" in results:
         none = results["savings"]["none of them"]
         print("| savings | seconds | tokens/s | PFLOP | time | operations | share | MiB |\n" + "|---|" + "---:|" * 7)
-        for name, one in results["savings"].items():
-            times, flops = none["total_seconds"] / one["total_seconds"], none["flops"] / one["flops"]
-            print(f"| {name} | {one['total_seconds']:.0f} | {one['tokens_per_second']:.0f} | {one['flops'] / 1e15:.3f} "
-                  f"| {times:.1f} | {flops:.1f} | {times / flops:.2f} | {one['memory'] / 2**20:.0f} |")  # fmt: skip
+        for name, run in results["savings"].items():
+            times, flops = none["total_seconds"] / run["total_seconds"], none["flops"] / run["flops"]
+            print(f"| {name} | {run['total_seconds']:.0f} | {run['tokens_per_second']:.0f} | {run['flops'] / 1e15:.3f} "
+                  f"| {times:.1f} | {flops:.1f} | {times / flops:.2f} | {run['memory'] / 2**20:.0f} |")  # fmt: skip
 
 
 @click.command()
 @click.option("--data", type=click.Path(exists=True, path_type=Path), help="JSON Lines with topic, question, answer.")
-@click.option("--device", type=click.HardwarePlan(["cpu", "cuda"]), default="cpu")
-@click.option("--model", "shape", type=click.HardwarePlan(list(SHAPES)), default="hidden256")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--model", "shape", type=click.Choice(list(SHAPES)), default="hidden256")
 @click.option("--steps", "num_steps", default=200, help="Steps of the stock variants.")
 @click.option("--folder", type=click.Path(path_type=Path), default="runs/.benchmark")
 @click.option(
@@ -455,7 +470,7 @@ def tables(results: dict[str, Any]) -> None:
     "parts",
     multiple=True,
     default=["headline", "savings"],
-    type=click.HardwarePlan(["headline", "savings", "scaling"]),
+    type=click.Choice(["headline", "savings", "scaling"]),
 )
 @click.option("--child", "child_spec", hidden=True)
 def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Path, parts: tuple[str, ...],
@@ -490,7 +505,7 @@ def main(data: Path | None, device: str, shape: str, num_steps: int, folder: Pat
                 results["model"] = child(folder, "prepare", {"data": str(data.resolve()), "shape": "hidden128"})
                 scaling(folder, results)
                 plot(results["scaling"], Path(__file__).resolve().parent.parent / "docs" / "tail-scaling.png")
-        finally:  # a part takes up to an hour: what it has measured stays when it is interrupted
+        finally:  # a part takes up to an hour; keep its results when it is interrupted
             (folder / "results.json").write_text(json.dumps(results, indent=1))
     tables(results)
 

@@ -1,4 +1,4 @@
-"""Tiny models of every architecture, trained whole by TRL and by their tail, to be compared."""
+"""Tiny models of every architecture, trained as a whole by TRL and by tail training, to be compared."""
 
 import random
 from dataclasses import dataclass, field
@@ -22,8 +22,9 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from tailtune.recipe.schema import LastLayers, TailSettings
-from tailtune.train.tail.tokenized_rows import Rows
-from tailtune.train.tail.trainer import TailTrainer, attach
+from tailtune.train.tail.savings import ALL_SAVINGS, Savings
+from tailtune.train.tail.tokenized_rows import TokenizedRows
+from tailtune.train.tail.trainer import TailLoop, attach
 from tailtune.train.weights import select_trainable
 
 VOCABULARY = 96
@@ -65,23 +66,23 @@ def new_model(architecture: str, dtype: torch.dtype = torch.float32, **overrides
 
 
 def norm64(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """A model's RMSNorm without its detour through fp32, whose rounding would hide what is compared."""
+    """A model's RMSNorm without its conversion to fp32, whose rounding would hide the differences to be measured."""
     gemma = "Gemma" in type(norm).__name__
     eps = norm.eps if gemma else norm.variance_epsilon
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps) * (gemma + norm.weight)
 
 
 def new_rows(
-    num_rows: int, *, shared: float = 1.0, prompt: int = 20, seed: int = 0
+    num_rows: int, *, shared: float = 1.0, prefix_length: int = 20, seed: int = 0
 ) -> list[tuple[list[int], list[int]]]:
-    """Question and answer ids; a share of the rows begins with the same prompt."""
-    words = random.Random(7).sample(range(2, VOCABULARY), prompt)
+    """Question and answer ids; a share of the rows begins with the same prefix."""
+    prefix = random.Random(7).sample(range(2, VOCABULARY), prefix_length)
     draw = random.Random(seed)
 
-    def some(most: int) -> list[int]:
-        return [draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, most))]
+    def words(max_words: int) -> list[int]:
+        return [draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, max_words))]
 
-    return [((words if draw.random() < shared else []) + some(8), some(6)) for _ in range(num_rows)]
+    return [((prefix if draw.random() < shared else []) + words(8), words(6)) for _ in range(num_rows)]
 
 
 def dataset(rows: list[tuple[list[int], list[int]]], loss: str = "answer") -> datasets.Dataset:
@@ -89,10 +90,10 @@ def dataset(rows: list[tuple[list[int], list[int]]], loss: str = "answer") -> da
     return datasets.Dataset.from_dict({"input_ids": [q + a for q, a in rows], "labels": labels})
 
 
-def tail_rows(**kwargs: Any) -> Rows:
+def tail_rows(**kwargs: Any) -> TokenizedRows:
     """Twenty rows as the tail sees them."""
     data = dataset(new_rows(20, **kwargs))
-    return Rows(data["input_ids"][:], data["labels"][:])
+    return TokenizedRows(data["input_ids"][:], data["labels"][:])
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Case:
     arguments: tuple[tuple[str, Any], ...] = ()
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
-    """Of the model's configuration."""
+    """Settings of the model's configuration."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ class Result:
 
 
 class Trainer64(SFTTrainer):
-    """SFTTrainer with its loss in fp64: TRL's and Transformers' own are computed in fp32 whatever the model."""
+    """SFTTrainer with its loss in fp64. TRL and Transformers compute the loss in fp32 for every model."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -132,7 +133,7 @@ class Trainer64(SFTTrainer):
 
 
 class Record(TrainerCallback):
-    """Losses of the optimizer steps in full precision (Trainer's log keeps fp32), and the logged accuracies."""
+    """Records the losses of the optimizer steps in full precision (Trainer logs fp32), and the logged accuracies."""
 
     def __init__(self, result: Result) -> None:
         self.result, self.sum = result, 0.0
@@ -159,7 +160,7 @@ class Record(TrainerCallback):
 def prepare(
     case: Case, folder: Path, callbacks: list[Any], trainer_class: type[SFTTrainer] = SFTTrainer
 ) -> tuple[PreTrainedModel, SFTTrainer]:
-    """The model with its last layers and head trainable, and TRL's trainer of the whole model."""
+    """Return the model with its last layers and head trainable, and TRL's trainer of the whole model."""
     dtype = getattr(torch, case.dtype)
     model = new_model(case.architecture, dtype, **dict(case.overrides))
     select_trainable(model, LastLayers(last_layers=case.num_layers))
@@ -182,14 +183,21 @@ def prepare(
 
 
 def attach_tail(
-    plain: SFTTrainer, folder: Path, callbacks: list[Any], dtype: str = "float32", base: str = "tiny", **settings: Any
+    plain: SFTTrainer,
+    folder: Path,
+    callbacks: list[Any],
+    dtype: str = "float32",
+    base: str = "tiny",
+    savings: Savings = ALL_SAVINGS,
+    **settings: Any,
 ) -> Any:
-    """The tail's trainer, or None."""
+    """Return the tail's trainer, or None."""
     return attach(plain, TailSettings(**settings), dtype=getattr(torch, dtype), cache_dir=folder / "cache",
-                  base_model_sha256=base, callbacks=callbacks, trainer_class=TailTrainer)  # fmt: skip
+                  base_model_sha256=base, callbacks=callbacks, trainer_class=TailLoop, savings=savings)  # fmt: skip
 
 
 def train(case: Case, folder: Path, *, tail: bool, resume: str | None = None, **settings: Any) -> Result:
+    """Train one case; `settings` are those of `attach_tail`."""
     result = Result(None)
     record = Record(result)
     callbacks = [record]
@@ -205,7 +213,7 @@ def train(case: Case, folder: Path, *, tail: bool, resume: str | None = None, **
 
 @cache
 def train_whole(case: Case) -> Result:
-    """TRL's SFTTrainer on the whole model: the reference."""
+    """Train the reference: TRL's SFTTrainer on the whole model."""
     with TemporaryDirectory() as folder:
         return train(case, Path(folder), tail=False)
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
-from tailtune.recipe.schema import RENAMED, Recipe
+from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, Recipe
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -203,6 +203,8 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             has_free_keys = depth >= 1 and path[depth - 1] in FREE_KEYS
             if part not in parent and part in RENAMED:
                 raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
+            if prefix.endswith(".tail") and part in REMOVED_TAIL_KEYS:
+                raise UserError(f"'{key}' is no longer a recipe key (benchmarks/tail.py switches it)", "leave it out")
             if part not in parent and not (has_free_keys and is_last):
                 known = [f"{prefix}.{name}" if prefix else name for name in parent]
                 known += list(PARAMETERS) if depth == 0 else []

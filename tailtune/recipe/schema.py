@@ -88,30 +88,28 @@ class Data(Config):
         return self
 
 
-class TailSettings(Config):
-    """Tail training and its five savings; each can be switched off, for measurement and for doubt.
+REMOVED_TAIL_KEYS = ("stop_backward", "packing", "answer_head", "shared_prompt")
+"""Former keys of `tail`, for the message that refuses an old recipe."""
 
-    The result is the same training. A model that cannot be split runs whole, with a warning.
+
+class TailSettings(Config):
+    """Tail training: computes the frozen layers once and trains the last layers on their hidden states.
+
+    The result is the same as without it. A model that cannot be split is trained as a whole, with a warning.
     """
 
     mode: Literal["auto", "off"] = "auto"
     """`off` runs TRL's SFTTrainer on the whole model."""
-    stop_backward: bool = True
-    """End the backward pass where training ends."""
-    packing: bool = True
-    """No pads in matrix products."""
-    answer_head: bool = True
-    """Run the head only where there is a label."""
     cache: Literal["auto", "gpu", "host", "disk", "none"] = "auto"
-    """Where the frozen layers' states are kept from their one computation."""
-    shared_prompt: bool = True
-    """Compute the prompt that rows share once."""
+    """Where the hidden states of the frozen layers are kept; `none` computes them in every step."""
 
-    @model_validator(mode="after")
-    def _cached_states_have_no_gradient(self) -> "TailSettings":
-        if not self.stop_backward and self.cache != "none":
-            raise ValueError("stop_backward is false, so states need their gradient; set cache to 'none' as well")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed_keys(cls, raw: Any) -> Any:
+        for key in REMOVED_TAIL_KEYS:
+            if isinstance(raw, dict) and key in raw:
+                raise ValueError(f"{key} is no longer a recipe key (benchmarks/tail.py switches it); delete it")
+        return raw
 
 
 class LastLayers(Config):

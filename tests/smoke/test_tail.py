@@ -1,4 +1,4 @@
-"""Tail training under torchrun: two ranks, killed while the cache is filled, and a second run."""
+"""Tail training under torchrun: two ranks, a run killed while it fills the cache, and a second run."""
 
 import json
 import os
@@ -18,12 +18,16 @@ from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
 pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
-FEW = {"stages.0.trainer.max_steps": 8, "stages.0.trainer.logging_steps": 1, "stages.0.trainer.adam_epsilon": 1e-6,
-       "stages.0.scale_learning_rate": False}  # fmt: skip
+SHORT_RUN = {
+    "stages.0.trainer.max_steps": 8,
+    "stages.0.trainer.logging_steps": 1,
+    "stages.0.trainer.adam_epsilon": 1e-6,
+    "stages.0.scale_learning_rate": False,
+}
 
 
 def make(root: Path, name: str, **overrides: Any) -> Run:
-    return Run(name=name, recipe=tiny_recipe(**{**FEW, **overrides}), local=True, data_dir=root / name / "data",
+    return Run(name=name, recipe=tiny_recipe(**{**SHORT_RUN, **overrides}), local=True, data_dir=root / name / "data",
                models_dir=root / name / "models", workspace_dir=root / name / "workspace")  # fmt: skip
 
 
@@ -33,9 +37,10 @@ def losses(run: Run, kind: str = "train") -> list[float]:
 
 
 def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tmp_path: Path) -> None:
-    """The last step of an epoch is filled up with other rows when batches are larger, an evaluation with none."""
-    few = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2, "stages.0.loss": "all"}
-    runs = [make(tmp_path, "tail", **few), make(tmp_path, "whole", **few, **{"stages.0.tail.mode": "off"})]
+    """With larger batches, other rows fill up the last step of an epoch; no rows fill up an evaluation."""
+    steps = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2}
+    settings = {**steps, "stages.0.loss": "all"}
+    runs = [make(tmp_path, "tail", **settings), make(tmp_path, "whole", **settings, **{"stages.0.tail.mode": "off"})]
     for run in runs:
         train_stage(run, prepared / "data", prepared / "base")
     tail, whole = (load_file(run.best_model_dir / "model.safetensors") for run in runs)
@@ -45,12 +50,12 @@ def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tm
 
 
 @pytest.mark.parametrize("loss", ["answer", pytest.param("all", marks=pytest.mark.slow)])
-def test_two_ranks_train_what_one_rank_and_the_whole_model_do(loss: str, prepared: Path, tmp_path: Path) -> None:
-    one_loss = {"stages.0.loss": loss}
+def test_two_ranks_train_the_same_as_one_rank_and_as_the_whole_model(loss: str, prepared: Path, tmp_path: Path) -> None:
+    settings = {"stages.0.loss": loss}
     runs = [
-        make(tmp_path, "tail", **one_loss),
-        make(tmp_path, "whole", **one_loss, **{"stages.0.tail.mode": "off"}),
-        make(tmp_path, "one", **one_loss, ranks_per_node=1, batch_size=4),
+        make(tmp_path, "tail", **settings),
+        make(tmp_path, "whole", **settings, **{"stages.0.tail.mode": "off"}),
+        make(tmp_path, "one", **settings, ranks_per_node=1, batch_size=4),
     ]
     for run in runs:
         train_stage(run, prepared / "data", prepared / "base")
@@ -63,8 +68,8 @@ def test_two_ranks_train_what_one_rank_and_the_whole_model_do(loss: str, prepare
     assert len({s["tokens_seen"] for s in summaries}) == 1
 
 
-def test_a_run_killed_while_it_fills_goes_on_where_it_stopped(prepared: Path, tmp_path: Path) -> None:
-    """The states of the frozen layers that are there already are not computed again; a second run computes none."""
+def test_a_run_killed_while_it_fills_the_cache_resumes_where_it_stopped(prepared: Path, tmp_path: Path) -> None:
+    """Hidden states that are in the cache already are not computed again; a second run computes none."""
     command = [sys.executable, "-c", FILL, str(prepared), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, env={**environment, "SLOW": "0.5"}, stdout=subprocess.PIPE, text=True)
@@ -74,13 +79,13 @@ def test_a_run_killed_while_it_fills_goes_on_where_it_stopped(prepared: Path, tm
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    there = len(list(tmp_path.glob("cache/*/*.states")))
+    num_written = len(list(tmp_path.glob("cache/*/*.states")))
     second, third = (
         json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
         for _ in range(2)
     )
-    assert 3 <= there < second["num_shards"]
-    assert second["computed_shards"] == second["num_shards"] - there
+    assert 3 <= num_written < second["num_shards"]
+    assert second["computed_shards"] == second["num_shards"] - num_written
     assert third["computed_shards"] == 0
 
 
@@ -89,8 +94,8 @@ import itertools, json, os, sys, time
 from pathlib import Path
 from tail_runs import dataset, new_model, new_rows
 from tailtune.train.tail import cache
-from tailtune.train.tail.tokenized_rows import Rows
-from tailtune.train.tail.decoder import Split
+from tailtune.train.tail.decoder import SplitDecoder
+from tailtune.train.tail.tokenized_rows import TokenizedRows
 from tailtune.recipe.schema import LastLayers
 from tailtune.train.weights import select_trainable
 
@@ -98,14 +103,15 @@ cache.SHARD_TOKENS = {"cpu": 20}
 model = new_model("llama")
 select_trainable(model, LastLayers(last_layers=2))
 data = dataset(new_rows(60))
-prefix = cache.Prefix(Split(model), Rows(data["input_ids"][:], data["labels"][:]))
-own_states, calls = prefix.own_states, itertools.count()
-def slow(rows):
+rows = TokenizedRows(data["input_ids"][:], data["labels"][:])
+frozen_layers = cache.FrozenLayers(SplitDecoder(model), rows)
+own_hidden_states, calls = frozen_layers.own_hidden_states, itertools.count()
+def slow(row_indices):
     next(calls)
     time.sleep(float(os.environ.get("SLOW", "0")))
-    return own_states(rows)
-prefix.own_states = slow
-filled = cache.Cache(Path(sys.argv[2]) / "cache", {}, prefix, model.dtype)
+    return own_hidden_states(row_indices)
+frozen_layers.own_hidden_states = slow
+filled = cache.HiddenStateCache(Path(sys.argv[2]) / "cache", {}, frozen_layers, model.dtype)
 filled.fill()
 print(json.dumps({"num_shards": len(filled.shards), "computed_shards": next(calls)}))
 """

@@ -21,8 +21,7 @@ from tailtune.train.callbacks import Metered
 from tailtune.train.hardware import HardwarePlan
 from tailtune.train.run import Context, Prepared
 from tailtune.train.tail.tokenized_rows import IGNORED
-from tailtune.train.tail.trainer import TailTrainer as TailLoop
-from tailtune.train.tail.trainer import attach
+from tailtune.train.tail.trainer import TailLoop, attach
 from tailtune.train.weights import load_model, select_trainable
 
 

@@ -1,8 +1,73 @@
-"""How rows lie in one packed sequence: the shared prompt first, then each row's own tokens, no pads.
+"""Packs the rows of a batch into one sequence without padding.
 
-    prompt of P tokens | own tokens of row 0 | own tokens of row 1 | …
+A row consists of the *shared prefix*, with which most rows begin, and of its *own tokens*. A row with another beginning
+has own tokens only. The packed sequence holds the shared prefix once, then the own tokens of each row:
 
-A token has the position that it has in its whole row, so rotary embeddings do not notice.
+    shared prefix | own tokens of row 0 | own tokens of row 1 | …
+
+Linear layers, norms and activations treat every token separately, so they run on the packed sequence. Attention does
+not: `attention.py` gathers the rows into padded *groups* and runs on those. Throughout this package,
+
+- a token's *index* counts from the start of the packed sequence, 0 to T - 1;
+- its *position* counts from the start of its row, which is what rotary embeddings use;
+- its *column* counts from its row's first own token.
+
+Worked example
+--------------
+The shared prefix has the three tokens x y z. Row 0 has the own tokens a b, row 1 has c d e f:
+
+    token       x  y  z  a  b  c  d  e  f
+    index       0  1  2  3  4  5  6  7  8
+    position    0  1  2  3  4  3  4  5  6
+    column               0  1  0  1  2  3
+
+`lay_out(prefix_length=3, starts=[3, 3], lengths=[2, 4], device=…)` returns a layout with
+
+    offsets          [3, 5]                    index of each row's first own token
+    token_indices    [3, 4], [5, 6, 7, 8]      indices of each row's own tokens
+    positions        [0, 1, 2, 3, 4, 3, 4, 5, 6]
+
+`Layout.grouped` returns two groups. Group 0 is the shared prefix, which attends to itself. Group 1 is both rows, padded
+to four columns; each attends to the shared prefix and to itself.
+
+                     group 0        group 1
+    prefix_length    0              3
+    keys             [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]    a row's last token is its padding
+    queries          [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]
+    columns          None           None                            every column is a query
+    slots            [0, 1, 2]      [0, 1, 4, 5, 6, 7]              slots 2 and 3 are row 0's padding
+
+In group 1, queries of shape [2, heads, 4, size] attend to keys of shape [2, key heads, 3 + 4, size]. The output has
+2 × 4 query slots, and `slots` selects those that are not padding. The outputs of both groups, concatenated, are then in
+the order of the packed sequence, so `grouped` returns None as their permutation. A permutation is needed, for example,
+when rows with and without the shared prefix alternate, because these are in different groups.
+
+*Fewer queries.* The last layer needs outputs only where a label is predicted. If only the tokens b and f predict one,
+`layout.select_queries([4, 8])` keeps all keys and two queries. The shared prefix has no query, so it has no group:
+
+    keys             [[3, 4, 4, 4], [5, 6, 7, 8]]
+    queries          [[0], [1]]                    b is the first selected token, f the second
+    columns          [[1], [3]]                    b is in column 1 of its row, f in column 3
+    slots            [0, 1]
+
+*Inherited tokens.* While the cache is filled, rows that begin alike follow each other. If the own tokens of row 1 are
+a d e f, the row inherits the first of them from row 0. With `num_inherited=[0, 1]`, the packed sequence holds a once:
+
+    token       x  y  z  a  b  d  e  f
+    index       0  1  2  3  4  5  6  7
+    position    0  1  2  3  4  4  5  6
+
+    offsets          [3, 5]                    index of each row's first token that is not inherited
+    token_indices    [3, 4], [3, 5, 6, 7]      row 1 begins with the a of row 0
+
+Row 1 has no query for a, whose output is computed in row 0. The rows now have two and three queries, so each gets its
+own group. Group 0 is the shared prefix, as above.
+
+                     group 1     group 2
+    keys             [[3, 4]]    [[3, 5, 6, 7]]
+    queries          [[3, 4]]    [[5, 6, 7]]
+    columns          None        [[1, 2, 3]]
+    slots            [0, 1]      [0, 1, 2]
 """
 
 from collections.abc import Sequence
@@ -14,154 +79,214 @@ import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 MAX_GROUPS = 4
-"""Groups of rows on the same prompt where rows inherit tokens, because then few or many of a row's tokens ask.
+"""Maximum number of groups per prefix length when rows inherit tokens, because their numbers of queries then differ.
 
-With gradient, more than one gains nothing: every group is a forward and backward of its own (BENCHMARKS.md).
+Without inherited tokens there is one group. More do not pay in training, where each group has its own forward and
+backward pass (BENCHMARKS.md).
 """
-MAX_MASK = 1 << 23
-"""Numbers in a group's mask when every row has its own; a larger one gives way to one for all rows (`_group`)."""
+MAX_MASK_ELEMENTS = 1 << 23
+"""Largest attention mask of a group that has one mask per row. A larger one is avoided (`_query_columns`)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that attend alike, padded for attention alone: on top of the prompt or not."""
+    """Rows with the same prefix length, padded to the same number of keys and of queries for attention."""
 
-    start: int
-    """Tokens of the prompt before each row, 0 or P."""
+    prefix_length: int
+    """Tokens of the shared prefix before each row's own tokens: 0 or P."""
     keys: torch.Tensor
-    """[n, width] places of the rows' own tokens in the packed sequence; the last one again where a row is shorter."""
+    """[n, width] indices of each row's own tokens; shorter rows repeat their last one."""
     queries: torch.Tensor
-    """[n, q] numbers of the tokens that ask, among those whose output is wanted; any number where one is not wanted."""
+    """[n, q] index of each query among the selected tokens (`Layout.query_index`); arbitrary in unused slots."""
     columns: torch.Tensor | None
-    """[n or 1, q] which of the row's own tokens ask; None when all do, in order."""
-    scatter: torch.Tensor
-    """[wanted tokens of the group] places in [n * q] of their outputs."""
+    """[n or 1, q] columns of the queries; None where every column is a query."""
+    slots: torch.Tensor
+    """[m] query slots in use, as indices into the flattened [n * q] outputs."""
     masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def mask(self, window: int | None, times: int, dtype: torch.dtype) -> torch.Tensor:
-        """[n or 1, 1, times * q, start + width] to add to the scores, 0 or minus infinity; kept for other layers."""
-        if (kept := self.masks.get((window, times, dtype))) is not None:
-            return kept
+    def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive attention mask (0 or minus infinity). It is built once and reused by the other layers.
+
+        Its shape is [n or 1, 1, repeats * q, prefix_length + width]: the queries are repeated for the heads that share
+        a key. `window` is the size of a sliding window, in tokens.
+        """
+        if (mask := self.masks.get((window, repeats, dtype))) is not None:
+            return mask
         device = self.keys.device
-        asks = torch.arange(self.queries.shape[1], device=device)[None] if self.columns is None else self.columns
-        query = self.start + asks[..., None]
-        key = torch.arange(self.start + self.keys.shape[1], device=device)
-        hidden = (key > query) if window is None else (key > query) | (key <= query - window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return self.masks.setdefault((window, times, dtype), mask.repeat(1, times, 1)[:, None])
+        columns = torch.arange(self.queries.shape[1], device=device)[None] if self.columns is None else self.columns
+        query = self.prefix_length + columns[..., None]
+        key = torch.arange(self.prefix_length + self.keys.shape[1], device=device)
+        masked = (key > query) if window is None else (key > query) | (key <= query - window)
+        mask = torch.zeros(masked.shape, dtype=dtype, device=device).masked_fill_(masked, float("-inf"))
+        return self.masks.setdefault((window, repeats, dtype), mask.repeat(1, repeats, 1)[:, None])
 
 
 @dataclass(frozen=True)
 class Layout:
-    prompt_length: int
-    """Tokens of the shared prompt, P."""
-    has_prompt: bool
-    """Whether the prompt's tokens stand at the head of the sequence; else its keys come from `memory`."""
+    """A batch of n rows as one packed sequence of T tokens; the module's docstring has an example."""
+
+    prefix_length: int
+    """Tokens of the shared prefix, P."""
+    includes_prefix: bool
+    """Whether the packed sequence begins with the shared prefix. Otherwise `prefix_memory` has its keys and values."""
     starts: np.ndarray
-    """[n] P for rows that share the prompt, else 0."""
+    """[n] position of each row's first own token: P for rows with the shared prefix, 0 for the others."""
     offsets: np.ndarray
-    """[n] place of each row's first own token."""
+    """[n] index of each row's first own token that is not inherited."""
     lengths: np.ndarray
-    """[n] own tokens of each row."""
-    inherited: np.ndarray
-    """[n] own tokens that stand in the row before."""
-    tokens: tuple[np.ndarray, ...]
-    """Of each row, the places of its own tokens."""
+    """[n] number of own tokens of each row."""
+    num_inherited: np.ndarray
+    """[n] number of leading own tokens that each row inherits from the previous one."""
+    token_indices: tuple[np.ndarray, ...]
+    """Indices of each row's own tokens."""
     positions: torch.Tensor
     """[T] position of each token in its row."""
-    memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
-    """Keys and values of the prompt per attention module: written by a layout of the prompt alone, then read.
+    prefix_memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
+    """Keys and values of the shared prefix for each attention module.
 
-    While the frozen layers are computed (`cache.Prefix`); in the steps the prompt is part of the sequence.
+    A layout of the prefix alone writes them, layouts without the prefix read them. Only the frozen layers are computed
+    this way (`cache.FrozenLayers`); in a training step the prefix is part of the sequence and this is None.
     """
-    index: np.ndarray | None = None
-    """[K] places of the tokens that ask, whose output alone is wanted; None for all. In the last layer (`split`)."""
-    known: list[KeysAndValues] = field(default_factory=list, repr=False)
-    """With an `index`: keys and values of the whole sequence, once they are known."""
+    query_index: np.ndarray | None = None
+    """[K] indices of the tokens that are queries and have an output; None for all tokens."""
+    all_keys_and_values: list[KeysAndValues] = field(default_factory=list, repr=False)
+    """With a `query_index`: keys and values of the whole sequence. Empty until the last layer has computed them."""
 
-    def narrowed(self, index: np.ndarray) -> "Layout":
-        """The same rows, but only the tokens at `index` [K], no place twice, ask and have an output."""
-        return replace(self, index=index, known=[])
+    def select_queries(self, query_index: np.ndarray) -> "Layout":
+        """Return the same layout with the tokens at the unique indices `query_index` [K] as its only queries."""
+        return replace(self, query_index=query_index, all_keys_and_values=[])
 
     @cached_property
     def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
-        """The groups, and where each wanted token stands when they follow one another; None when in its place."""
-        device = self.positions.device
-        index = np.arange(len(self.positions)) if self.index is None else self.index
-        number = np.full(len(self.positions), -1)  # of each token among those that ask; -1 where it does not
-        number[index] = np.arange(len(index))
-        asks = [number[places[old:]] >= 0 for places, old in zip(self.tokens, self.inherited, strict=True)]
-        counts = np.array([np.count_nonzero(row) for row in asks], np.int64)
-        at_most = MAX_GROUPS if self.inherited.any() else 1
-        bucket = -(-counts * at_most // max(1, counts.max(initial=0)))  # 0 when nobody asks, then by how many do
-        head = np.arange(self.prompt_length if self.has_prompt else 0)
-        members = [(0, [head], np.zeros(1, np.int64))] if (number[head] >= 0).any() else []
-        for start, number_of in sorted(set(zip(self.starts.tolist(), bucket.tolist(), strict=True))):
-            rows = np.flatnonzero((self.starts == start) & (bucket == number_of))
-            if number_of:
-                members.append((start, [self.tokens[row] for row in rows], self.inherited[rows]))
-        made = [_group(*rows, number, device) for rows in members]
-        order = np.argsort(np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers in made)]))
-        in_place = (order == np.arange(len(order))).all()
-        return tuple(group for group, _ in made), None if in_place else to_tensor(order, device)
+        """The groups, and the permutation that sorts their concatenated outputs; None where they are sorted already."""
+        device, output_index = self.positions.device, self._output_index()
+        built = [_build_group(*members, output_index, device) for members in self._members(output_index)]
+        outputs = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in built)])
+        order = np.argsort(outputs)
+        is_sorted = (order == np.arange(len(order))).all()
+        return tuple(group for group, _ in built), None if is_sorted else to_tensor(order, device)
+
+    def _output_index(self) -> np.ndarray:
+        """[T] index of each token's output among all outputs; -1 for tokens that are no queries."""
+        if self.query_index is None:
+            return np.arange(len(self.positions))
+        output_index = np.full(len(self.positions), -1)
+        output_index[self.query_index] = np.arange(len(self.query_index))
+        return output_index
+
+    def _members(self, output_index: np.ndarray) -> list[tuple[int, list[np.ndarray], np.ndarray]]:
+        """For each group: its prefix length, its rows' token indices, and their numbers of inherited tokens.
+
+        The shared prefix is a group with a single row. The rows are grouped by prefix length and by bucket.
+        """
+        prefix = np.arange(self.prefix_length if self.includes_prefix else 0)
+        has_queries = (output_index[prefix] >= 0).any()
+        members = [(0, [prefix], np.zeros(1, np.int64))] if has_queries else []
+        buckets = self._buckets(output_index)
+        for start, bucket in sorted(set(zip(self.starts.tolist(), buckets.tolist(), strict=True))):
+            rows = np.flatnonzero((self.starts == start) & (buckets == bucket))
+            if bucket:
+                members.append((start, [self.token_indices[row] for row in rows], self.num_inherited[rows]))
+        return members
+
+    def _buckets(self, output_index: np.ndarray) -> np.ndarray:
+        """[n] 0 for rows without queries, otherwise 1 to MAX_GROUPS by the number of queries."""
+        num_queries = np.array(
+            [
+                np.count_nonzero(output_index[indices[inherited:]] >= 0)
+                for indices, inherited in zip(self.token_indices, self.num_inherited, strict=True)
+            ],
+            np.int64,
+        )
+        num_buckets = MAX_GROUPS if self.num_inherited.any() else 1
+        return -(-num_queries * num_buckets // max(1, num_queries.max(initial=0)))  # rounded up
 
 
 def lay_out(
-    prompt_length: int,
+    prefix_length: int,
     starts: np.ndarray,
     lengths: np.ndarray,
     device: torch.device,
     *,
-    has_prompt: bool = True,
-    inherited: np.ndarray | None = None,
-    memory: dict[torch.nn.Module, KeysAndValues] | None = None,
+    includes_prefix: bool = True,
+    num_inherited: np.ndarray | None = None,
+    prefix_memory: dict[torch.nn.Module, KeysAndValues] | None = None,
 ) -> Layout:
-    """The layout of a batch. `starts` [n] is `prompt_length` for rows that share the prompt, else 0.
+    """Return the layout of a batch of n rows. The arguments are described at the fields of `Layout`."""
+    first = prefix_length if includes_prefix else 0
+    num_inherited = np.zeros_like(lengths) if num_inherited is None else num_inherited
+    num_new = lengths - num_inherited
+    offsets = first + np.cumsum(num_new) - num_new
+    positions = [np.arange(first)]
+    token_indices: list[np.ndarray] = []
+    for start, offset, new, inherited in zip(starts, offsets, num_new, num_inherited, strict=True):
+        positions.append(start + inherited + np.arange(new))
+        inherited_indices = token_indices[-1][:inherited] if inherited else offsets[:0]
+        token_indices.append(np.concatenate([inherited_indices, offset + np.arange(new)]))
+    return Layout(
+        prefix_length=prefix_length,
+        includes_prefix=includes_prefix,
+        starts=starts,
+        offsets=offsets,
+        lengths=lengths,
+        num_inherited=num_inherited,
+        token_indices=tuple(token_indices),
+        positions=to_tensor(np.concatenate(positions), device),
+        prefix_memory=prefix_memory,
+    )
 
-    `inherited` [n] own tokens of each row are those of the row before it and stand only once in the
-    sequence.
-    """
-    head = prompt_length if has_prompt else 0
-    inherited = np.zeros_like(lengths) if inherited is None else inherited
-    new = lengths - inherited
-    offsets = head + np.cumsum(new) - new
-    positions = [np.arange(head)]
-    tokens: list[np.ndarray] = []
-    for start, offset, count, old in zip(starts, offsets, new, inherited, strict=True):
-        positions.append(start + old + np.arange(count))
-        tokens.append(np.concatenate([tokens[-1][:old] if old else offsets[:0], offset + np.arange(count)]))
-    position = to_tensor(np.concatenate(positions), device)
-    return Layout(prompt_length, has_prompt, starts, offsets, lengths, inherited, tuple(tokens), position, memory)
 
-
-def _group(
-    start: int, tokens: Sequence[np.ndarray], inherited: np.ndarray, number: np.ndarray, device: torch.device
+def _build_group(
+    prefix_length: int,
+    token_indices: Sequence[np.ndarray],
+    num_inherited: np.ndarray,
+    output_index: np.ndarray,
+    device: torch.device,
 ) -> tuple[Group, np.ndarray]:
-    """A group, and the numbers of the tokens that ask, in the order of its outputs.
+    """Return a group, and the output index of each query [m] in the order of the group's slots.
 
-    Each row has columns for its own tokens. Those that ask are
-    - all, in order, without a prompt where more than half would ask, and where few would need masks above MAX_MASK: one
-      mask for all rows, or none where there is neither prompt nor window;
-    - few, and the same in each row: one mask for all rows;
-    - few, others in each row: a mask for each row.
+    `token_indices` and `num_inherited` describe its n rows; `output_index` is that of `Layout._output_index`.
     """
-    lengths = np.array([len(row) for row in tokens])
+    lengths = np.array([len(indices) for indices in token_indices])
     column = np.arange(lengths.max())
-    keys = np.stack([row[np.minimum(column, len(row) - 1)] for row in tokens])
-    wanted = (column >= inherited[:, None]) & (column < lengths[:, None]) & (number[keys] >= 0)
-    most = wanted.sum(1).max()
-    few = np.argsort(~wanted, axis=1, kind="stable")[:, :most]
-    # without a prompt, plain causal attention of all tokens needs no mask
-    fewer = (start or 2 * most <= len(column)) and few.size * (start + len(column)) <= MAX_MASK
-    columns = few if fewer else np.broadcast_to(column, keys.shape)
-    queries = number[np.take_along_axis(keys, columns, 1)]
-    scatter = np.flatnonzero(np.take_along_axis(wanted, columns, 1))
-    alike = (columns == columns[0]).all()
-    whole = alike and columns.shape == keys.shape
-    asks = None if whole else to_tensor(columns[:1] if alike else columns, device)
-    group = Group(start, to_tensor(keys, device), to_tensor(queries.clip(0), device), asks, to_tensor(scatter, device))
-    return group, queries.ravel()[scatter]
+    keys = np.stack([indices[np.minimum(column, len(indices) - 1)] for indices in token_indices])
+    is_new = (column >= num_inherited[:, None]) & (column < lengths[:, None])
+    is_query = is_new & (output_index[keys] >= 0)
+    columns = _query_columns(is_query, prefix_length)
+    queries = output_index[np.take_along_axis(keys, columns, 1)]
+    slots = np.flatnonzero(np.take_along_axis(is_query, columns, 1))
+    same_in_all_rows = (columns == columns[0]).all()
+    all_columns = same_in_all_rows and columns.shape == keys.shape
+    group = Group(
+        prefix_length=prefix_length,
+        keys=to_tensor(keys, device),
+        queries=to_tensor(queries.clip(0), device),
+        columns=None if all_columns else to_tensor(columns[:1] if same_in_all_rows else columns, device),
+        slots=to_tensor(slots, device),
+    )
+    return group, queries.ravel()[slots]
+
+
+def _query_columns(is_query: np.ndarray, prefix_length: int) -> np.ndarray:
+    """Choose the columns [n, q] that attention computes, from the columns [n, width] that have a query.
+
+    Each row gets its own query columns first, padded with others to the largest number of queries in a row. All columns
+    are computed instead where that is cheaper:
+
+    - without a prefix, where more than half of the columns have queries: plain causal attention needs no mask;
+    - where masks for single rows would have more than MAX_MASK_ELEMENTS: all columns need one mask for all rows.
+    """
+    num_rows, width = is_query.shape
+    num_queries = is_query.sum(1).max()
+    if prefix_length == 0 and 2 * num_queries > width:
+        num_queries = width
+    if num_rows * num_queries * (prefix_length + width) > MAX_MASK_ELEMENTS:
+        num_queries = width
+    if num_queries == width:
+        return np.broadcast_to(np.arange(width), is_query.shape)
+    return np.argsort(~is_query, axis=1, kind="stable")[:, :num_queries]
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head without its logits ever standing in memory at once.
+"""Cross-entropy of a linear head that never holds all logits in memory.
 
-Forward computes the gradients chunk by chunk, while a chunk's logits are there, so that nothing is
-computed twice (the method of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024).
+The forward pass computes the gradients as well, one chunk of logits after the other, so that nothing is computed twice
+(the method of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024).
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CHUNK_BYTES = {"cpu": 64 << 20}
-"""Memory for a chunk's logits; other devices take 512 MiB."""
+"""Memory for the logits of a chunk; 512 MiB on other devices."""
 
 
 def head_loss(
@@ -19,16 +19,20 @@ def head_loss(
     weights: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the cross-entropies, in nats, and of the tokens that are predicted rightly.
+    """Return the weighted sum of the cross-entropies, in nats, and the weighted number of correct predictions.
 
-    `hidden` [K, H] are the states that predict `tokens` [K]; `weights` [K] are 1 when None. Logits are
-    computed in the autocast precision where autocast is on, and made fp32 (fp64 stays) before the
-    softmax. `softcap` bounds them to `softcap * tanh(logits / softcap)`, as Gemma's
-    `final_logit_softcapping` does. In half precision, where logits are often equal, the first largest one counts as
-    predicted.
+    Args:
+        hidden: [K, H] hidden states that predict `tokens`.
+        head: The output layer, H to the size of the vocabulary.
+        tokens: [K] token ids.
+        weights: [K] weight of each prediction; 1 when None.
+        softcap: Bounds the logits to `softcap * tanh(logits / softcap)`, as Gemma's `final_logit_softcapping` does.
+
+    Logits are computed in the autocast precision where autocast is on, and converted to fp32 before the softmax (fp64
+    stays). In half precision, where logits are often equal, the first of the largest logits counts as the prediction.
     """
     inputs: list[torch.Tensor | None] = [hidden, head.weight, head.bias]
-    if not torch.is_grad_enabled():  # the function would compute gradients that nobody asks for
+    if not torch.is_grad_enabled():  # the function would compute gradients that are not needed
         inputs = [x if x is None else x.detach() for x in inputs]
     loss, correct = _HeadLoss.apply(*inputs, tokens, weights, softcap)
     return loss, correct
@@ -48,7 +52,7 @@ class _HeadLoss(torch.autograd.Function):
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         wide = torch.promote_types(compute, torch.float32)
-        # fp16: the loss is scaled up in the backward only, small gradients would be lost here
+        # fp16: the loss is scaled up in the backward only, so small gradients would be lost here
         backward = torch.float32 if compute is torch.float16 else compute
         empty = torch.empty_like if len(hidden) else torch.zeros_like
         grads = [
@@ -63,19 +67,19 @@ class _HeadLoss(torch.autograd.Function):
             size = max(1, CHUNK_BYTES.get(device, 512 << 20) // (4 * len(weight)))
             for first in range(0, len(hidden), size):
                 part = slice(first, first + size)
-                states, target = hidden[part].to(compute), tokens[part]
-                logits = torch.nn.functional.linear(states, matrix, offset).to(wide)
+                chunk, target = hidden[part].to(compute), tokens[part]
+                logits = torch.nn.functional.linear(chunk, matrix, offset).to(wide)
                 squashed = None
                 if softcap:
                     squashed = (logits / softcap).tanh_()
                     logits = squashed * softcap
                 row = torch.arange(len(logits), device=logits.device)
-                largest, wanted = logits.amax(-1), logits[row, target]
-                # argmax takes ten times as long
-                hits = wanted >= largest if compute is wide else logits.argmax(-1) == target
+                largest, target_logits = logits.amax(-1), logits[row, target]
+                # compare where possible, because argmax takes ten times as long
+                hits = target_logits >= largest if compute is wide else logits.argmax(-1) == target
                 probabilities = torch.softmax(logits, -1, out=logits)
-                # the largest probability never underflows, so the logarithm of the sum follows from it
-                losses = largest - probabilities.amax(-1).log() - wanted
+                # log-sum-exp is the largest logit minus the logarithm of its probability, which never underflows
+                losses = largest - probabilities.amax(-1).log() - target_logits
                 scale = None if weights is None else weights[part].to(wide)
                 loss += losses.sum() if scale is None else losses @ scale
                 correct += hits.sum() if scale is None else hits.to(wide) @ scale
@@ -90,9 +94,9 @@ class _HeadLoss(torch.autograd.Function):
                 if grads[0] is not None:
                     grads[0][part] = grad @ matrix_backward
                 if grads[1] is not None and grad.dtype == grads[1].dtype:
-                    grads[1].addmm_(grad.t(), states.to(backward), beta=float(first > 0))
+                    grads[1].addmm_(grad.t(), chunk.to(backward), beta=float(first > 0))
                 elif grads[1] is not None:
-                    _accumulate(grads[1], grad.t() @ states.to(backward), first)
+                    _accumulate(grads[1], grad.t() @ chunk.to(backward), first)
                 if grads[2] is not None:
                     _accumulate(grads[2], grad.sum(0), first)
         ctx.grads = grads
@@ -101,10 +105,11 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None  # the last reference: autograd then keeps these tensors, without a copy
+        # drops the last reference, so that autograd keeps these tensors without copying them
+        grads, ctx.grads = ctx.grads, None
         return *(None if g is None else g.mul_(grad) for g in grads), None, None, None
 
 
 def _accumulate(total: torch.Tensor, part: torch.Tensor, first: int) -> None:
-    """Add a chunk's part; the first chunk overwrites what was in memory."""
+    """Add a chunk's part to the total; the first chunk overwrites the uninitialised memory."""
     total.add_(part) if first else total.copy_(part)

@@ -1,4 +1,4 @@
-"""The tokenised rows, the prompt that they share, and which token predicts what."""
+"""The tokenized rows, the prefix that they share, and the tokens to predict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,123 +9,129 @@ import numpy as np
 
 IGNORED = -100
 """Label of a position without loss, as in Transformers."""
-MIN_PROMPT_LENGTH = 8
-"""Tokens; a shorter common beginning is not worth a place of its own."""
+MIN_PREFIX_LENGTH = 8
+"""Tokens; a shorter common prefix is not worth sharing."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the head has to predict in a batch; K predictions."""
+    """What the head predicts in a batch; K predictions."""
 
     index: np.ndarray
-    """[K] positions in the packed sequence whose state predicts."""
+    """[K] indices of the predicting tokens in the packed sequence; not unique, because rows share a prefix."""
     token: np.ndarray
-    """[K] the tokens to predict."""
+    """[K] token ids to predict."""
     weight: np.ndarray
-    """[K] in how many rows this prediction stands: above 1 inside the shared prompt."""
+    """[K] number of rows that contain the prediction; above 1 only inside the shared prefix."""
 
 
-class Rows:
-    """Tokenised rows and the prompt that most of them begin with.
+class TokenizedRows:
+    """N tokenized rows and the prefix that most of them share.
 
-    A row's *own* tokens are those after the shared prompt, or all of them when it does not share it.
+    The *own tokens* of a row are those after the shared prefix, or all of them where it does not have this prefix.
     """
 
-    def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, share_prompt: bool = True):
+    def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, share_prefix: bool = True):
         self.ids = [np.array(row, np.int64) for row in ids]
         self.labels = [np.array(row, np.int64) for row in labels]
-        self.prompt = find_shared_prompt(self.ids) if share_prompt else np.empty(0, np.int64)
-        size = len(self.prompt)
-        self.shares = np.array(
-            [size > 0 and len(row) > size and np.array_equal(row[:size], self.prompt) for row in self.ids], bool
+        self.shared_prefix = find_shared_prefix(self.ids) if share_prefix else np.empty(0, np.int64)
+        """[P] token ids; empty where rows share too little."""
+        size = len(self.shared_prefix)
+        self.has_prefix = np.array(
+            [size > 0 and len(row) > size and np.array_equal(row[:size], self.shared_prefix) for row in self.ids], bool
         )
-        self.starts = np.where(self.shares, size, 0)
-        """[N] position of each row's first own token."""
+        """[N] whether the row begins with the shared prefix."""
+        self.starts = np.where(self.has_prefix, size, 0)
+        """[N] position of each row's first own token: P or 0."""
         self.lengths = np.array([len(row) for row in self.ids], np.int64) - self.starts
         """[N] number of own tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def own(self, row: int) -> np.ndarray:
-        """Ids of a row's own tokens."""
+    def own_ids(self, row: int) -> np.ndarray:
+        """Token ids of a row's own tokens."""
         return self.ids[row][self.starts[row] :]
 
     @cached_property
-    def families(self) -> np.ndarray:
-        """[N] all rows, those of similar length near each other and those that begin alike side by side.
+    def fill_order(self) -> np.ndarray:
+        """[N] the order in which the cache is filled: similar rows next to each other.
 
-        A family are neighbours in sorted order of which each inherits tokens. Rows on the prompt come last, families
-        by their longest row (the last key of `lexsort` counts first).
+        Rows that begin alike follow each other, as a family in which every row but the first inherits tokens from the
+        previous one. Families are sorted by their longest row; those with the shared prefix come last.
         """
-        order = np.array(sorted(range(len(self)), key=lambda row: (self.shares[row], _key(self.own(row)))), np.int64)
-        family = np.cumsum(self.inherited(order.tolist()) == 0)
+        order = np.array(
+            sorted(range(len(self)), key=lambda row: (self.has_prefix[row], _sort_key(self.own_ids(row)))), np.int64
+        )
+        family = np.cumsum(self.count_inherited(order.tolist()) == 0)
         longest = np.zeros(len(self) + 1, np.int64)
         np.maximum.at(longest, family, self.lengths[order])
-        return order[np.lexsort((np.arange(len(self)), family, longest[family], self.shares[order]))]
+        # the last key is the most significant one
+        return order[np.lexsort((np.arange(len(self)), family, longest[family], self.has_prefix[order]))]
 
-    def inherited(self, rows: Sequence[int]) -> np.ndarray:
-        """[n] own tokens that each row has in common with the one before it: the same question, for example."""
-        keys = [_key(self.own(row)) for row in rows]
-        common = [
-            _common_length(a, b) if self.shares[i] == self.shares[j] else 0
-            for (a, b), (i, j) in zip(pairwise(keys), pairwise(rows), strict=True)
+    def count_inherited(self, row_indices: Sequence[int]) -> np.ndarray:
+        """[n] number of own tokens that each row shares with the previous one, for example the same question."""
+        keys = [_sort_key(self.own_ids(row)) for row in row_indices]
+        counts = [
+            _common_length(key, next_key) if self.has_prefix[row] == self.has_prefix[next_row] else 0
+            for (key, next_key), (row, next_row) in zip(pairwise(keys), pairwise(row_indices), strict=True)
         ]
-        return np.array([0, *common], np.int64)[: len(rows)]
+        return np.array([0, *counts], np.int64)[: len(row_indices)]
 
-    def targets(self, rows: Sequence[int], offsets: np.ndarray) -> Targets:
-        """The predictions of a batch; `offsets` are the places of the rows' first own tokens.
+    def targets(self, row_indices: Sequence[int], offsets: np.ndarray) -> Targets:
+        """Return the predictions of a batch. `offsets` [n] are the indices of the rows' first own tokens.
 
-        The last prompt token predicts another token in each row; every row that shares the prompt has one. Predictions
-        inside the prompt are the same in all rows, so each stands once, with the number of rows as its weight.
+        The last token of the shared prefix predicts a different token in each row, so it occurs once per row. The
+        predictions inside the shared prefix are the same in all rows, so they occur once, weighted by the number of
+        rows that have a label there.
         """
         index, token = [], []
-        size = len(self.prompt)
-        inside = np.zeros(size, np.int64)
-        for row, offset in zip(rows, offsets, strict=True):
+        size = len(self.shared_prefix)
+        prefix_weight = np.zeros(size, np.int64)
+        for row, offset in zip(row_indices, offsets, strict=True):
             labels, start = self.labels[row], int(self.starts[row])
             predicted = np.flatnonzero(labels[1:] != IGNORED) + 1
             own = predicted[predicted >= max(start, 1)]
             index.append(np.where(own > start, offset + own - 1 - start, size - 1))
             token.append(labels[own])
-            inside[predicted[predicted < start]] += 1
-        in_prompt = np.flatnonzero(inside)
-        index.append(in_prompt - 1)
-        token.append(self.prompt[in_prompt])
-        num_own = sum(map(len, index)) - len(in_prompt)
-        weight = np.concatenate([np.ones(num_own), inside[in_prompt]])
+            prefix_weight[predicted[predicted < start]] += 1
+        in_prefix = np.flatnonzero(prefix_weight)
+        index.append(in_prefix - 1)
+        token.append(self.shared_prefix[in_prefix])
+        num_own = sum(map(len, index)) - len(in_prefix)
+        weight = np.concatenate([np.ones(num_own), prefix_weight[in_prefix]])
         return Targets(np.concatenate(index), np.concatenate(token), weight)
 
 
-def find_shared_prompt(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """The beginning that saves most tokens when the rows that have it compute it once.
+def find_shared_prefix(ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the prefix that saves the most tokens when the rows that have it compute it once.
 
-    In sorted order the rows that begin alike are neighbours, so this is the largest rectangle under
-    the histogram of the neighbours' common lengths. Every sharing row keeps a token of its own.
+    In sorted order, rows that begin alike are neighbours. The prefix is therefore the largest rectangle under the
+    histogram of the common lengths of neighbours. Every row with the prefix keeps at least one own token.
     """
-    keys = sorted(map(_key, rows))
-    common = [_common_length(a, b) for a, b in pairwise(keys)]
-    best = (0, 0, 0)  # tokens saved, length, a row
+    keys = sorted(map(_sort_key, ids))
+    common_lengths = [_common_length(key, next_key) for key, next_key in pairwise(keys)]
+    best = (0, 0, 0)  # tokens saved, length of the prefix, index of a row that has it
     stack: list[tuple[int, int]] = []  # (first neighbour, length), lengths ascending
-    for place, length in enumerate([*common, 0]):
-        first = place
+    for i, length in enumerate([*common_lengths, 0]):
+        first = i
         while stack and stack[-1][1] >= length:
             first, height = stack.pop()
-            best = max(best, (height * (place - first), height, place - 1))
+            best = max(best, (height * (i - first), height, i - 1))
         stack.append((first, length))
     _, length, row = best
     return np.frombuffer(keys[row][: 4 * length] if keys else b"", ">u4").astype(np.int64)
 
 
-def _key(row: np.ndarray) -> bytes:
-    """Bytes that sort as the tokens do."""
-    return row.astype(">u4").tobytes()
+def _sort_key(ids: np.ndarray) -> bytes:
+    """Bytes that sort as the token ids do, 4 per token."""
+    return ids.astype(">u4").tobytes()
 
 
-def _common_length(a: bytes, b: bytes) -> int:
-    """Tokens that both begin with, at least one less than either has; 0 when too few to share."""
-    size = min(len(a), len(b)) // 4
-    differs = np.frombuffer(a, ">u4", size) != np.frombuffer(b, ">u4", size)
-    same = int(differs.argmax()) if differs.any() else size
-    common = min(same, size - 1)
-    return common if common >= MIN_PROMPT_LENGTH else 0
+def _common_length(key: bytes, other_key: bytes) -> int:
+    """Number of tokens that both rows begin with, one less than either row has at most; 0 below MIN_PREFIX_LENGTH."""
+    size = min(len(key), len(other_key)) // 4
+    differs = np.frombuffer(key, ">u4", size) != np.frombuffer(other_key, ">u4", size)
+    num_equal = int(differs.argmax()) if differs.any() else size
+    common = min(num_equal, size - 1)
+    return common if common >= MIN_PREFIX_LENGTH else 0

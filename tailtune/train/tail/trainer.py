@@ -1,4 +1,4 @@
-"""How the tail attaches: TRL prepares rows and arguments, a plain Trainer runs its loop over row numbers."""
+"""Attaches the tail to TRL: SFTTrainer prepares rows and arguments, a plain Trainer runs its loop over row indices."""
 
 import copy
 import hashlib
@@ -16,48 +16,54 @@ from torch.utils.data import Dataset
 from transformers import Trainer
 from trl import SFTTrainer
 
+from tailtune.errors import one_line
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION
 from tailtune.recipe.schema import TailSettings
 from tailtune.train.tail.attention import CannotSplit
-from tailtune.train.tail.cache import Cache, Prefix, most_rows, tokens_at_once
+from tailtune.train.tail.cache import FrozenLayers, HiddenStateCache, max_rows, tokens_at_once
 from tailtune.train.tail.check import check_difference, refuse_arguments, refuse_model
-from tailtune.train.tail.decoder import Split
+from tailtune.train.tail.decoder import SplitDecoder
 from tailtune.train.tail.module import Tail
-from tailtune.train.tail.placement import PLACEMENTS, place
-from tailtune.train.tail.tokenized_rows import Rows
+from tailtune.train.tail.placement import PLACEMENTS, choose_placement
+from tailtune.train.tail.savings import ALL_SAVINGS, Savings
+from tailtune.train.tail.tokenized_rows import TokenizedRows
 
 MAX_STEP_TOKENS = 16_384
-"""Tokens up to which the micro-batches of a step become one, so that the prompt is computed once."""
+"""Merge the micro-batches of a step into one up to this many tokens, so that the shared prefix is computed once."""
 
 
-class RowNumbers(Dataset[dict[str, Any]]):
-    """Row numbers `first` to `last` with their ids and labels, which Trainer counts."""
+class RowIndices(Dataset[dict[str, Any]]):
+    """The row indices from `first` to `end`, with the ids and labels that Trainer counts."""
 
-    def __init__(self, rows: Rows, first: int, last: int) -> None:
-        self.rows, self.first, self.last = rows, first, last
+    def __init__(self, rows: TokenizedRows, first: int, end: int) -> None:
+        self.rows, self.first, self.end = rows, first, end
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return self.end - self.first
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.first + index
-        return {"row": row, "input_ids": self.rows.ids[row], "labels": self.rows.labels[row]}
+        return {"row_index": row, "input_ids": self.rows.ids[row], "labels": self.rows.labels[row]}
 
 
 def collate(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """`row` [n]; all tokens and labels of the rows in one line, for Trainer's counts of tokens and labels."""
+    """Return `row_indices` [n], and the concatenated tokens and labels of the rows, which Trainer counts."""
     ids = torch.cat([torch.from_numpy(f["input_ids"]) for f in features])
     labels = torch.cat([torch.from_numpy(f["labels"][1:]) for f in features])
-    return {"row": torch.tensor([f["row"] for f in features]), "input_ids": ids, "labels": labels,
-            "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    return {
+        "row_indices": torch.tensor([f["row_index"] for f in features]),
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": torch.ones_like(ids),
+    }
 
 
-class TailTrainer(Trainer):
-    """Trainer of a `Tail`. Its log entries carry `mean_token_accuracy` as TRL's do."""
+class TailLoop(Trainer):
+    """Trainer of a `Tail`. Its log entries have a `mean_token_accuracy`, as those of TRL do."""
 
     facts: dict[str, Any]
-    """For the run's summary: what is frozen and shared, where the states are, seconds to compute them."""
+    """For the run's summary: frozen layers, shared prefix, placement of the hidden states, seconds to compute them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,23 +85,23 @@ class TailTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and accuracy per label of the evaluation rows, on the cached states.
+        """Return loss and accuracy per label of the evaluation rows, computed on the cached hidden states.
 
-        Trainer's own loss is a mean over batches, which depends on their size; this one does not, so
-        batches are as large as the cache's shards. Each row is evaluated by one rank.
+        Trainer's own loss is a mean over batches and depends on their size. This one does not, so batches are as large
+        as the shards of the cache. Each row is evaluated by exactly one rank.
         """
         start, args = time.monotonic(), self.args
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        mine = range(dataset.first + args.process_index, dataset.last, args.world_size)
-        longest = int(dataset.rows.lengths[dataset.first : dataset.last].max())
-        limit = tokens_at_once(args.device)
-        size = max(1, min(limit // longest, most_rows(dataset.rows, longest, limit)))
+        rows_of_rank = range(dataset.first + args.process_index, dataset.end, args.world_size)
+        longest = int(dataset.rows.lengths[dataset.first : dataset.end].max())
+        max_tokens = tokens_at_once(args.device)
+        batch_size = max(1, min(max_tokens // longest, max_rows(dataset.rows, longest, max_tokens)))
         sums = torch.zeros(3, dtype=torch.float64, device=args.device)
         self.model.eval()
         with autocast(args):
-            for first in range(0, len(mine), size):
-                row = torch.tensor(mine[first : first + size])
-                outputs = self.model(row=row, num_items_in_batch=1)
+            for first in range(0, len(rows_of_rank), batch_size):
+                row_indices = torch.tensor(rows_of_rank[first : first + batch_size])
+                outputs = self.model(row_indices=row_indices, num_items_in_batch=1)
                 counts = (outputs[name].to(sums) for name in ("loss", "num_correct", "num_labels"))
                 sums += torch.stack(list(counts))
         loss, correct, labels = self.accelerator.reduce(sums).tolist()
@@ -104,14 +110,14 @@ class TailTrainer(Trainer):
             f"{metric_key_prefix}_mean_token_accuracy": correct / max(labels, 1),
             f"{metric_key_prefix}_runtime": time.monotonic() - start,
         }
-        if isinstance(self.model.source, Cache):
+        if isinstance(self.model.source, HiddenStateCache):
             self.model.source.touch()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
 
 
-AnyTailTrainer = TypeVar("AnyTailTrainer", bound=TailTrainer)
+AnyTailLoop = TypeVar("AnyTailLoop", bound=TailLoop)
 
 
 def attach(
@@ -122,98 +128,114 @@ def attach(
     cache_dir: Path,
     base_model_sha256: str,
     callbacks: Sequence[Any],
-    trainer_class: type[AnyTailTrainer],
-) -> AnyTailTrainer | None:
-    """A trainer of the tail for what `plain` has prepared, or None when the plain one has to run.
+    trainer_class: type[AnyTailLoop],
+    savings: Savings = ALL_SAVINGS,
+) -> AnyTailLoop | None:
+    """Return a trainer of the tail for the rows that `plain` has prepared, or None when `plain` itself has to run.
 
-    Fills the cache. All ranks decide alike; the reason of a refusal is logged as a warning.
+    Fills the cache. All ranks make the same decision; the reason for a refusal is logged as a warning.
+
+    Args:
+        plain: TRL's trainer of the whole model, whose last layers and head train.
+        settings: The stage's `tail`.
+        dtype: Precision of the frozen layers.
+        cache_dir: Directory of all caches of hidden states.
+        base_model_sha256: Identifies the frozen weights in the key of the cache.
+        callbacks: Callbacks of the returned trainer.
+        trainer_class: Class of the returned trainer.
+        savings: For benchmarks and tests, which switch single savings off.
     """
     rank = plain.args.process_index
-    say = log.info if rank == 0 else log.debug
+    log_info = log.info if rank == 0 else log.debug
     if settings.mode == "off":
-        say("tail: off, as the recipe says; the whole model runs in every step")
+        log_info("tail: off, as the recipe says; the whole model runs in every step")
         return None
-    tail, reason = _split(plain, settings, dtype)
-    reason = next(filter(None, gather_object([reason])), None)  # one rank's reason is every rank's
+    if not savings.stop_backward and settings.cache != "none":
+        raise ValueError("stop_backward is false, so hidden states need their gradient; set cache to 'none' as well")
+    tail, reason = _build_tail(plain, savings, dtype)
+    reason = next(filter(None, gather_object([reason])), None)  # a reason on one rank applies to all of them
     if reason or tail is None:
         if rank == 0:
             log.warning("tail: the whole model runs in every step, because %s", reason)
         return None
-    if not settings.stop_backward:
+    if not savings.stop_backward:
         plain.model.enable_input_require_grads()
-    prefix, rows, split = tail.prefix, tail.rows, tail.split
+    frozen_layers, rows, decoder = tail.frozen_layers, tail.rows, tail.decoder
     num_train = len(plain.train_dataset)
-    say(
-        "tail: %d of %d layers are frozen; %d rows of %.0f tokens, %d of them a prompt shared by %.0f %%",
-        split.first, len(split.layers), len(rows), sum(map(len, rows.ids)) / len(rows), len(rows.prompt),
-        100 * rows.shares.mean(),
+    log_info(
+        "tail: %d of %d layers are frozen; %d rows of %.0f tokens on average, %.0f %% of them with a shared prefix of "
+        "%d tokens",
+        decoder.num_frozen, len(decoder.layers), len(rows), sum(map(len, rows.ids)) / len(rows),
+        100 * rows.has_prefix.mean(), len(rows.shared_prefix),
     )  # fmt: skip
 
     args = _arguments(plain.args, rows, num_train)
     with autocast(plain.args):
-        states_dtype = prefix.own_states([0]).dtype
-    key = _cache_key(rows, split, f"{dtype} {states_dtype}", base_model_sha256)
-    cache = Cache(cache_dir, key, prefix, states_dtype)
-    choice = place(
+        hidden_dtype = frozen_layers.own_hidden_states([0]).dtype
+    key = _cache_key(rows, decoder, f"{dtype} {hidden_dtype}", base_model_sha256)
+    cache = HiddenStateCache(cache_dir, key, frozen_layers, hidden_dtype)
+    choice = choose_placement(
         settings.cache,
         cache.num_bytes(),
-        uses_of_a_row(args, num_train, len(rows) - num_train),
+        uses_per_row(args, num_train, len(rows) - num_train),
         missing_bytes=cache.num_bytes(missing=True),
         directory=cache_dir,
         checkpoints=Path(args.output_dir),
         num_trainable=plain.model.num_parameters(only_trainable=True),
-        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun tells every rank
-        device=prefix.device,
+        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # set by torchrun
+        device=frozen_layers.device,
     )
-    kind, why = max(gather_object([choice]), key=lambda c: PLACEMENTS.index(c[0]))  # ranks may see other free memory
-    if kind == "none":
-        say("tail: the frozen layers run in every step without gradient: %s", why)
+    # ranks may see different amounts of free memory
+    placement, why = max(gather_object([choice]), key=lambda choice: PLACEMENTS.index(choice[0]))
+    if placement == "none":
+        log_info("tail: the frozen layers run in every step without gradient: %s", why)
     else:
-        done = _fill(cache, plain.args, kind)
-        say("tail: the frozen layers' states %s; kept on %s: %s", done, kind, why)
+        outcome = _fill(cache, plain.args, placement)
+        log_info("tail: hidden states %s; kept on %s: %s", outcome, placement, why)
         tail.source = cache
     trainer = trainer_class(
         model=tail,
         args=args,
         data_collator=collate,
-        train_dataset=RowNumbers(rows, 0, num_train),
-        eval_dataset=RowNumbers(rows, num_train, len(rows)),
+        train_dataset=RowIndices(rows, 0, num_train),
+        eval_dataset=RowIndices(rows, num_train, len(rows)),
         callbacks=list(callbacks),
     )
     trainer.facts = {
-        "num_frozen_layers": split.first,
-        "num_layers": len(split.layers),
-        "prompt_tokens": len(rows.prompt),
-        "prompt_shared_by": float(rows.shares.mean()),
-        "states": kind,
+        "num_frozen_layers": decoder.num_frozen,
+        "num_layers": len(decoder.layers),
+        "prompt_tokens": len(rows.shared_prefix),
+        "prompt_shared_by": float(rows.has_prefix.mean()),
+        "states": placement,
         "fill_seconds": cache.fill_seconds,
     }
     return trainer
 
 
-def _split(plain: SFTTrainer, settings: TailSettings, dtype: torch.dtype) -> tuple[Tail | None, str | None]:
-    """The tail of the plain trainer's model and rows, or the reason why there is none."""
+def _build_tail(plain: SFTTrainer, savings: Savings, dtype: torch.dtype) -> tuple[Tail | None, str | None]:
+    """Return the tail of the plain trainer's model and rows, or the reason why there is none."""
     try:
         refuse_model(plain.model)
         refuse_arguments(plain)
         columns = ["input_ids", "labels"]
         parts = [data.with_format("numpy", columns)[:] for data in (plain.train_dataset, plain.eval_dataset)]
         ids, labels = ([row for part in parts for row in part[name]] for name in columns)
-        rows = Rows(ids, labels, share_prompt=settings.shared_prompt)
-        tail = Tail(Prefix(Split(plain.model), rows, stop_backward=settings.stop_backward), settings)
+        rows = TokenizedRows(ids, labels, share_prefix=savings.shared_prefix)
+        frozen_layers = FrozenLayers(SplitDecoder(plain.model), rows, stop_backward=savings.stop_backward)
+        tail = Tail(frozen_layers, savings)
         with autocast(plain.args):
             check_difference(tail, dtype)
     except CannotSplit as error:
         return None, str(error)
     except torch.OutOfMemoryError:
-        raise  # the whole model needs more
-    except Exception as error:  # an architecture that nobody has tried; the whole model may still train
-        return None, f"its split fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise  # the whole model needs even more memory
+    except Exception as error:  # an untested architecture; its whole model may still train
+        return None, f"splitting it fails with {type(error).__name__}: {one_line(error)}"
     return tail, None
 
 
-def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
-    """How often an average row enters the tail, in training and in the evaluations."""
+def uses_per_row(args: Any, num_train: int, num_eval: int) -> float:
+    """Return how often an average row enters the tail, in training and in evaluations."""
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * num_train / per_step)
     evaluations = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(args.eval_strategy.value)
@@ -222,53 +244,58 @@ def uses_of_a_row(args: Any, num_train: int, num_eval: int) -> float:
     return (steps * per_step + evaluations * num_eval) / (num_train + num_eval)
 
 
-def _arguments(args: Any, rows: Rows, num_train: int) -> Any:
-    """The plain trainer's arguments with what the tail needs otherwise."""
+def _arguments(args: Any, rows: TokenizedRows, num_train: int) -> Any:
+    """Return the plain trainer's arguments with the changes that the tail needs."""
     args = copy.copy(args)
     args.remove_unused_columns = False
-    args.gradient_checkpointing = args.activation_checkpointing = False  # the backward meets a few layers only
+    args.gradient_checkpointing = args.activation_checkpointing = False  # the backward only crosses a few layers
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False
-    together = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    # what the profile allows the whole model is more than enough for the tail
-    limit = min(MAX_STEP_TOKENS, args.per_device_train_batch_size * (args.max_length or MAX_STEP_TOKENS))
-    fits = len(rows.prompt) + together * rows.lengths[:num_train].max() <= limit
-    # with several ranks, an epoch's last step is filled up to whole batches: others, when batches are larger
-    same = args.world_size == 1 or num_train % (together * args.world_size) == 0
-    if fits and same and not args.dataloader_drop_last:
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = together, 1
+    merged_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    # the number of tokens that the hardware profile allows for the whole model is enough for the tail
+    max_tokens = min(MAX_STEP_TOKENS, args.per_device_train_batch_size * (args.max_length or MAX_STEP_TOKENS))
+    fits = len(rows.shared_prefix) + merged_size * rows.lengths[:num_train].max() <= max_tokens
+    # with several ranks, an epoch's last step is filled up to whole batches, with other rows when batches are larger
+    same_rows = args.world_size == 1 or num_train % (merged_size * args.world_size) == 0
+    if fits and same_rows and not args.dataloader_drop_last:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = merged_size, 1
     return args
 
 
-def _cache_key(rows: Rows, split: Split, precision: str, base_model_sha256: str) -> dict[str, Any]:
-    """Everything that the states depend on. The token ids stand for tokenizer, template, data and truncation."""
+def _cache_key(rows: TokenizedRows, decoder: SplitDecoder, precision: str, base_model_sha256: str) -> dict[str, Any]:
+    """Return everything that the hidden states depend on.
+
+    The token ids represent tokenizer, template, data and truncation.
+    """
     ids = hashlib.sha256()
     for row in rows.ids:
         ids.update(len(row).to_bytes(8, "little") + row.tobytes())
     return {
         "base_model": base_model_sha256,
         "token_ids": ids.hexdigest(),
-        "prompt_length": len(rows.prompt),
-        "first_layer": split.first,
+        "prefix_length": len(rows.shared_prefix),
+        "first_layer": decoder.num_frozen,
         "precision": precision,
-        "device": split.head.weight.device.type,
+        "device": decoder.head.weight.device.type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "version": RESULTS_VERSION,
     }
 
 
-def _fill(cache: Cache, args: Any, kind: str) -> str:
-    """Fill and open the cache; says what was done."""
+def _fill(cache: HiddenStateCache, args: Any, placement: str) -> str:
+    """Fill and open the cache. Returns the outcome as words for the log."""
     start = time.monotonic()
     with autocast(args):
         num_rows = cache.fill(args.process_index, args.world_size)
-        cache.load(kind)
-    computed = sum(gather_object([num_rows]))
-    return f"computed for {computed} rows in {time.monotonic() - start:.1f} s" if computed else "were there already"
+        cache.load(placement)
+    num_computed = sum(gather_object([num_rows]))
+    if num_computed == 0:
+        return "found in the cache"
+    return f"computed for {num_computed} rows in {time.monotonic() - start:.1f} s"
 
 
 def autocast(args: Any) -> Any:
-    """What Trainer computes a step in."""
+    """Return the autocast context in which Trainer computes a step."""
     precision = torch.bfloat16 if args.bf16 else torch.float16
     return torch.autocast(args.device.type, precision, enabled=args.bf16 or args.fp16)

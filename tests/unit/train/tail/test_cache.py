@@ -1,4 +1,4 @@
-"""The states of the frozen layers: what is computed when, and what is never used."""
+"""The cache of hidden states: what is computed when, and which files are never used."""
 
 import errno
 import itertools
@@ -17,77 +17,83 @@ from tail_runs import Case, attach_tail, new_model, new_rows, prepare, tail_rows
 from tailtune.errors import UserError
 from tailtune.recipe.schema import LastLayers
 from tailtune.train.tail import cache
-from tailtune.train.tail.cache import Cache, Prefix, cut_into_shards
-from tailtune.train.tail.decoder import Split
+from tailtune.train.tail.cache import FrozenLayers, HiddenStateCache, cut_into_shards
+from tailtune.train.tail.decoder import SplitDecoder
 from tailtune.train.weights import select_trainable
 
 
 @pytest.fixture
-def make_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cache]:
+def make_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HiddenStateCache]:
     monkeypatch.setattr(cache, "SHARD_TOKENS", {"cpu": 30})
 
-    def make(dtype: torch.dtype = torch.float32, **key: Any) -> Cache:
+    def make(dtype: torch.dtype = torch.float32, **key: Any) -> HiddenStateCache:
         model = new_model("llama", dtype)
         select_trainable(model, LastLayers(last_layers=2))
-        return Cache(tmp_path / "cache", {"model": "a", **key}, Prefix(Split(model), tail_rows(shared=0.7)), dtype)
+        frozen_layers = FrozenLayers(SplitDecoder(model), tail_rows(shared=0.7))
+        return HiddenStateCache(tmp_path / "cache", {"model": "a", **key}, frozen_layers, dtype)
 
     return make
 
 
-def count_rows(filled: Cache, monkeypatch: pytest.MonkeyPatch, stop_after: int = 10**9) -> list[int]:
-    """The rows whose states are computed from here on; the computer fails after so many shards."""
+def record_computed_rows(
+    filled: HiddenStateCache, monkeypatch: pytest.MonkeyPatch, stop_after: int = 10**9
+) -> list[int]:
+    """Return a list of the rows that are computed from now on; computing fails after `stop_after` shards."""
     computed: list[int] = []
-    own_states, calls = filled.prefix.own_states, itertools.count()
+    own_hidden_states, calls = filled.frozen_layers.own_hidden_states, itertools.count()
 
-    def spy(rows: list[int]) -> torch.Tensor:
+    def spy(row_indices: list[int]) -> torch.Tensor:
         if next(calls) >= stop_after:
             raise KeyboardInterrupt
-        computed.extend(rows)
-        return own_states(rows)
+        computed.extend(row_indices)
+        return own_hidden_states(row_indices)
 
-    monkeypatch.setattr(filled.prefix, "own_states", spy)
+    monkeypatch.setattr(filled.frozen_layers, "own_hidden_states", spy)
     return computed
 
 
-def test_what_was_filled_is_not_computed_again(
-    make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+def test_existing_shards_are_not_computed_again(
+    make_cache: Callable[..., HiddenStateCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_cache()
-    before = count_rows(first, monkeypatch, stop_after=3)
+    before = record_computed_rows(first, monkeypatch, stop_after=3)
     with pytest.raises(KeyboardInterrupt):
         first.fill()
     second = make_cache()
-    after = count_rows(second, monkeypatch)
+    after = record_computed_rows(second, monkeypatch)
     assert second.fill() == len(after)
     assert sorted(before + after) == list(range(20)) and len(before) > 0 < len(after)
     third = make_cache()
     assert third.fill() == 0
 
 
-def test_each_rank_computes_its_share_and_no_other(
-    make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+def test_each_rank_computes_only_its_share(
+    make_cache: Callable[..., HiddenStateCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = []
     for rank in range(3):
-        one = make_cache()
-        shares.append(count_rows(one, monkeypatch))
-        one.fill(rank, 3)
+        of_rank = make_cache()
+        shares.append(record_computed_rows(of_rank, monkeypatch))
+        of_rank.fill(rank, 3)
     assert sorted(itertools.chain(*shares)) == list(range(20)) and all(shares)
     whole = make_cache()
     assert whole.fill() == 0
     whole.load("disk")
-    layout = whole.prefix.layout([4, 7])
-    torch.testing.assert_close(whole.states([4, 7], layout), whole.prefix.states([4, 7], layout))
+    layout = whole.frozen_layers.layout([4, 7])
+    computed = whole.frozen_layers.hidden_states([4, 7], layout)
+    torch.testing.assert_close(whole.hidden_states([4, 7], layout), computed)
 
 
-def test_another_ranks_shard_may_appear_late(make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system may remember for a while that a file was not there. A node's own directory never has it."""
-    one = make_cache()
-    one.fill()
-    shard = one.directory / "000001.states"
+def test_another_ranks_shard_may_appear_late(
+    make_cache: Callable[..., HiddenStateCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may remember that a file did not exist. In a node's own directory it never appears."""
+    filled = make_cache()
+    filled.fill()
+    shard = filled.directory / "000001.states"
     shard.rename(shard.with_suffix(".away"))
     threading.Timer(0.3, shard.with_suffix(".away").rename, [shard]).start()
-    one.load("disk")
+    filled.load("disk")
     shard.unlink()
     monkeypatch.setattr(cache, "SECONDS_TO_APPEAR", 0.0)
     with pytest.raises(UserError, match=r"written by another rank .* set --hidden-state-cache-dir"):
@@ -99,9 +105,11 @@ def test_another_ranks_shard_may_appear_late(make_cache: Callable[..., Cache], m
     [lambda p: p.write_bytes(p.read_bytes()[:-9]), lambda p: p.write_bytes(b"x" + p.read_bytes()[1:]),
      lambda p: p.unlink(), lambda p: os.truncate(p, 0),
      lambda p: p.write_bytes(p.with_name("000001.states").read_bytes())],
-    ids=["cut", "changed", "gone", "empty", "another shard"],
+    ids=["cut", "changed", "deleted", "empty", "another shard"],
 )  # fmt: skip
-def test_a_damaged_shard_is_computed_again(damage: Callable[[Path], None], make_cache: Callable[..., Cache]) -> None:
+def test_a_damaged_shard_is_computed_again(
+    damage: Callable[[Path], None], make_cache: Callable[..., HiddenStateCache]
+) -> None:
     good = make_cache()
     good.fill()
     path = good.directory / "000000.states"
@@ -114,7 +122,7 @@ def test_a_damaged_shard_is_computed_again(damage: Callable[[Path], None], make_
 
 @pytest.mark.parametrize("moment", ["before the first shard", "at a shard"])
 def test_a_volume_that_cannot_be_written_is_named(
-    moment: str, make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+    moment: str, make_cache: Callable[..., HiddenStateCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = make_cache()
     if moment == "at a shard":
@@ -129,25 +137,26 @@ def test_a_volume_that_cannot_be_written_is_named(
     else:
         full.root.write_text("a file in the directory's place")
     with pytest.raises(
-        UserError, match=r"states cannot be written to .*; give --hidden-state-cache-dir a directory with room"
+        UserError,
+        match=r"hidden states .* cannot be written to .*; give --hidden-state-cache-dir a directory with room",
     ):
         full.fill()
     assert not list(full.root.glob("*/*.partial"))
 
 
-def test_a_foreign_cache_is_never_used(make_cache: Callable[..., Cache]) -> None:
+def test_a_foreign_cache_is_never_used(make_cache: Callable[..., HiddenStateCache]) -> None:
     mine = make_cache()
     mine.fill()
     other = make_cache(model="b")
     assert other.directory != mine.directory
     assert json.loads((mine.directory / "key.json").read_text()) == {"model": "a"}
     other.directory.mkdir()
-    for path in mine.directory.glob("*.states"):  # put in its place by hand: the checksums tell
+    for path in mine.directory.glob("*.states"):  # copied by hand: the checksums do not match
         (other.directory / path.name).write_bytes(path.read_bytes())
     assert other.fill() == 20
 
 
-def test_unused_caches_are_deleted_after_a_week(make_cache: Callable[..., Cache]) -> None:
+def test_unused_caches_are_deleted_after_a_week(make_cache: Callable[..., HiddenStateCache]) -> None:
     old, recent = make_cache(model="old"), make_cache(model="recent")
     old.fill()
     recent.fill()
@@ -157,34 +166,34 @@ def test_unused_caches_are_deleted_after_a_week(make_cache: Callable[..., Cache]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_cached_states_are_those_of_the_whole_model(
-    kind: str, dtype: torch.dtype, make_cache: Callable[..., Cache]
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_cached_hidden_states_are_those_of_the_whole_model(
+    placement: str, dtype: torch.dtype, make_cache: Callable[..., HiddenStateCache]
 ) -> None:
     filled = make_cache(dtype)
     filled.fill()
-    filled.load(kind)
-    rows, model = filled.rows, filled.prefix.split.model
+    filled.load(placement)
+    rows, model = filled.rows, filled.frozen_layers.decoder.model
     for row in range(len(rows)):
         ids = torch.from_numpy(rows.ids[row])[None]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
             whole = model(ids, output_hidden_states=True).hidden_states[2][0]
-        states = filled.states([row], filled.prefix.layout([row]))
+        hidden = filled.hidden_states([row], filled.frozen_layers.layout([row]))
         tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-5
         own = whole[rows.starts[row] :]
-        assert states.dtype is own.dtype is dtype
-        torch.testing.assert_close(states[len(rows.prompt) :], own, rtol=tolerance, atol=tolerance)
+        assert hidden.dtype is own.dtype is dtype
+        torch.testing.assert_close(hidden[len(rows.shared_prefix) :], own, rtol=tolerance, atol=tolerance)
 
 
-def test_shards_hold_every_row_once_and_similar_lengths() -> None:
+def test_shards_hold_every_row_once_within_their_size() -> None:
     rows = tail_rows(shared=0.5)
     shards = cut_into_shards(rows, 25)
     assert sorted(np.concatenate(shards).tolist()) == list(range(20))
     assert all(rows.lengths[shard].sum() <= 25 or len(shard) == 1 for shard in shards)
 
 
-def test_the_key_covers_what_the_states_depend_on(tmp_path: Path) -> None:
-    """Another model, tokens, split point or precision is another cache; another learning rate is not."""
+def test_the_key_covers_what_the_hidden_states_depend_on(tmp_path: Path) -> None:
+    """A different model, tokens, number of frozen layers or precision needs another cache; a learning rate does not."""
     directories = []
     for case, base in [
         (Case("llama"), "a"),

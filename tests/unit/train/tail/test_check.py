@@ -1,4 +1,4 @@
-"""When the tail is not trained alone: refusals, and errors that make no sound."""
+"""When the whole model is trained instead of the tail: refusals, and silent errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +11,15 @@ import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, new_model, prepare, tail_rows, train_whole
 
 from tailtune.errors import UserError
-from tailtune.recipe.schema import LastLayers, TailSettings
+from tailtune.recipe.schema import LastLayers
 from tailtune.train.tail import attention, cache, check
 from tailtune.train.tail.attention import CannotSplit
-from tailtune.train.tail.cache import Prefix
-from tailtune.train.tail.decoder import Split
+from tailtune.train.tail.cache import FrozenLayers
+from tailtune.train.tail.decoder import SplitDecoder
 from tailtune.train.tail.layout import Group
 from tailtune.train.tail.module import Tail, graft
-from tailtune.train.tail.tokenized_rows import Rows
+from tailtune.train.tail.savings import Savings
+from tailtune.train.tail.tokenized_rows import TokenizedRows
 from tailtune.train.weights import select_trainable
 
 
@@ -44,7 +45,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_reason(
 def test_the_loss_of_a_mixture_of_experts_is_not_dropped(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TRL takes its weight from the model's configuration or from the trainer's arguments."""
+    """TRL takes the weight of this loss from the model's configuration or from the trainer's arguments."""
     model = {"router_aux_loss_coef": 0.01 if where == "model" else 0.0, "num_experts": 4, "moe_intermediate_size": 16}
     arguments = {"router_aux_loss_coef": 0.01} if where == "trainer" else {}
     case = Case("qwen3_moe", arguments=tuple(arguments.items()), overrides=tuple(model.items()))
@@ -53,7 +54,7 @@ def test_the_loss_of_a_mixture_of_experts_is_not_dropped(
     assert "mixture of experts adds a loss" in caplog.text
 
 
-def test_a_mask_that_a_model_makes_by_itself_is_refused(
+def test_a_mask_that_a_model_builds_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, plain = prepare(Case("llama"), tmp_path, [])
@@ -61,7 +62,7 @@ def test_a_mask_that_a_model_makes_by_itself_is_refused(
     whole = first.forward
     monkeypatch.setattr(first, "forward", lambda x, **kwargs: whole(x, **{**kwargs, "attention_mask": torch.zeros(1)}))
     assert attach_tail(plain, tmp_path, []) is None
-    assert "because it makes a mask of its own" in caplog.text
+    assert "because it builds an attention mask of its own" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_mask_that_a_model_makes_by_itself_is_refused(
     [({"num_kv_shared_layers": 2}, "share keys and values"), ({"layer_types": ["linear_attention"]}, "of type linear"),
      ({"is_encoder_decoder": True}, "encoder")],
 )  # fmt: skip
-def test_what_a_configuration_says_is_believed(setting: dict[str, Any], reason: str) -> None:
+def test_a_configuration_that_cannot_be_split_is_refused(setting: dict[str, Any], reason: str) -> None:
     model = new_model("llama")
     for name, value in setting.items():
         setattr(model.config, name, value)
@@ -77,13 +78,13 @@ def test_what_a_configuration_says_is_believed(setting: dict[str, Any], reason: 
         check.refuse_model(model)
 
 
-def test_a_refused_model_is_trained_whole_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_model_is_trained_as_a_whole_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, plain = prepare(Case("llama"), tmp_path, [])
     model.config.attention_dropout = 0.1
     assert attach_tail(plain, tmp_path, []) is None
     assert "the whole model runs in every step, because attention_dropout is 0.1" in caplog.text
     model.config.attention_dropout = 0.0
-    plain.train()  # what was tried left nothing behind
+    plain.train()  # the attempt must not have changed the model
     reference = train_whole(Case("llama")).weights
     assert max((p - reference[n]).abs().max().item() for n, p in model.named_parameters()) == 0
 
@@ -94,7 +95,7 @@ def test_a_refused_model_is_trained_whole_with_a_warning(tmp_path: Path, caplog:
      ({"loss_type": "dft"}, "loss_type is dft"), ({"packing": True}, "packing"),
      ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "dispatch_batches")],
 )  # fmt: skip
-def test_arguments_that_the_tail_does_not_compute(
+def test_arguments_that_the_tail_does_not_support(
     arguments: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, plain = prepare(Case("llama"), tmp_path, [])
@@ -104,7 +105,7 @@ def test_arguments_that_the_tail_does_not_compute(
     assert reason in caplog.text
 
 
-def test_a_split_that_fails_is_a_reason_too(
+def test_a_split_that_fails_is_a_reason_to_train_the_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -113,24 +114,24 @@ def test_a_split_that_fails_is_a_reason_too(
     _, plain = prepare(Case("llama"), tmp_path, [])
     monkeypatch.setattr(plain.model.model.layers[3].self_attn, "forward", fail)
     assert attach_tail(plain, tmp_path, []) is None
-    assert "its split fails with KeyError: 'rope'" in caplog.text
+    assert "splitting it fails with KeyError: 'rope'" in caplog.text
 
 
-def test_nothing_frozen_is_nothing_to_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_frozen_layers_the_whole_model_is_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, plain = prepare(Case("llama", num_layers=4), tmp_path, [])
     assert attach_tail(plain, tmp_path, []) is None
     assert "all of its layers train" in caplog.text
 
 
-def test_what_trains_elsewhere_is_found() -> None:
+def test_trainable_parameters_outside_the_tail_are_refused() -> None:
     model = new_model("llama")
     select_trainable(model, LastLayers(last_layers=1))
     model.model.norm.requires_grad_(True)
     with pytest.raises(CannotSplit, match=r"model\.norm\.weight trains outside"):
-        Split(model)
+        SplitDecoder(model)
 
 
-# Errors that make no sound: each gives losses that look right. The comparison at the start finds them.
+# Silent errors: the losses look plausible with each of them. The comparison at the start finds them.
 
 
 def forget_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +146,13 @@ def one_window_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_attend", lambda q, k, v, group, scaling, window: whole(q, k, v, group, scaling, 8))
 
 
-def prompt_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+def invisible_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention._attend
 
     def blind(q: Any, k: Any, v: Any, group: Group, scaling: float, window: int | None) -> torch.Tensor:
-        alone = replace(group, start=0, masks={})
-        return whole(q, k[:, :, group.start :], v[:, :, group.start :], alone, scaling, window)
+        length = group.prefix_length
+        without_prefix = replace(group, prefix_length=0, masks={})
+        return whole(q, k[:, :, length:], v[:, :, length:], without_prefix, scaling, window)
 
     monkeypatch.setattr(attention, "_attend", blind)
 
@@ -167,7 +169,7 @@ def positions_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over the packed sequence as if it were one row."""
-    one_row: Any = SimpleNamespace(start=0, columns=None)
+    one_row: Any = SimpleNamespace(prefix_length=0, columns=None)
 
     def attend(module: Any, q: Any, k: Any, v: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
         return attention._attend(q, k, v, one_row, scaling, None).transpose(1, 2), None
@@ -176,25 +178,25 @@ def rows_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slicing the list of layers: each then takes its neighbour's kind of attention and rotation."""
+    """As if the list of layers were sliced: each layer then gets its neighbour's type of attention and rotation."""
 
-    def shift(self: Split, *args: Any) -> torch.Tensor:
+    def shift(self: SplitDecoder, *args: Any) -> torch.Tensor:
         config = self.model.config
         types = config.layer_types
         config.layer_types = [*types[1:], types[0]]
         try:
-            return trained(self, *args)
+            return run_tail(self, *args)
         finally:
             config.layer_types = types
 
-    trained = Split.trained
-    monkeypatch.setattr(Split, "trained", shift)
+    run_tail = SplitDecoder.run_tail
+    monkeypatch.setattr(SplitDecoder, "run_tail", shift)
 
 
 @pytest.mark.parametrize(
-    "error", [forget_window, one_window_for_all_layers, prompt_out_of_sight, positions_from_zero, other_layers]
+    "error", [forget_window, one_window_for_all_layers, invisible_prefix, positions_from_zero, other_layers]
 )
-def test_errors_without_a_sound_are_found_before_training(
+def test_silent_errors_are_found_before_training(
     error: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -205,7 +207,7 @@ def test_errors_without_a_sound_are_found_before_training(
     assert "differ by" in caplog.text
 
 
-def test_rows_without_a_prompt_are_compared_too(
+def test_rows_without_the_shared_prefix_are_compared_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, plain = prepare(Case("llama", shared=0.0), tmp_path, [])
@@ -216,18 +218,18 @@ def test_rows_without_a_prompt_are_compared_too(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_right_split_is_far_below_the_tolerance(architecture: str) -> None:
+def test_a_correct_split_is_far_below_the_tolerance(architecture: str) -> None:
     model = new_model(architecture)
     select_trainable(model, LastLayers(last_layers=2))
-    prefix = Prefix(Split(model), tail_rows(shared=0.7))
-    assert check.logit_difference(Tail(prefix, TailSettings())) < 1e-5
+    tail = Tail(FrozenLayers(SplitDecoder(model), tail_rows(shared=0.7)))
+    assert check.logit_difference(tail) < 1e-5
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
     model, base = new_model("gpt_neox"), new_model("gpt_neox")
     select_trainable(model, LastLayers(last_layers=2))
-    tail = Tail(Prefix(Split(model), tail_rows()), TailSettings())
+    tail = Tail(FrozenLayers(SplitDecoder(model), tail_rows()))
     with torch.no_grad():
         for parameter in tail.parameters():
             parameter.add_(1)
@@ -241,10 +243,10 @@ def test_a_checkpoint_of_the_tail_is_grafted_onto_the_base() -> None:
 
 
 def test_a_tied_base_gets_a_head_of_its_own_when_grafted(tmp_path: Path) -> None:
-    """Else the trained head would become the embedding, without a word; the folder keeps both."""
+    """Otherwise the trained head would silently become the embedding. A saved model keeps both."""
     model, base = new_model("smollm3"), new_model("smollm3")
     select_trainable(model, LastLayers(last_layers=1))
-    tail = Tail(Prefix(Split(model), tail_rows()), TailSettings())
+    tail = Tail(FrozenLayers(SplitDecoder(model), tail_rows()))
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     graft(base, tail.state_dict())
@@ -258,8 +260,15 @@ def test_a_batch_without_labels_gives_every_parameter_a_gradient_of_zero() -> No
     """Other ranks may have labels, and DDP waits for every parameter."""
     model = new_model("llama")
     select_trainable(model, LastLayers(last_layers=2))
-    tail = Tail(Prefix(Split(model), Rows([[5, 6], [7]], [[-100, -100], [7]])), TailSettings())
-    outputs = tail(row=torch.tensor([0, 1]))
+    rows = TokenizedRows([[5, 6], [7]], [[-100, -100], [7]])
+    tail = Tail(FrozenLayers(SplitDecoder(model), rows))
+    outputs = tail(row_indices=torch.tensor([0, 1]))
     outputs["loss"].backward()
     assert outputs["loss"] == 0 and outputs["num_labels"] == 0
     assert all(p.grad is not None and not p.grad.any() for p in tail.parameters())
+
+
+def test_cached_hidden_states_need_no_gradient(tmp_path: Path) -> None:
+    _, plain = prepare(Case("llama"), tmp_path, [])
+    with pytest.raises(ValueError, match=r"stop_backward is false, .* set cache to 'none'"):
+        attach_tail(plain, tmp_path, [], savings=Savings(stop_backward=False))

@@ -1,4 +1,4 @@
-"""Tail training is the same training: losses and weights against TRL's SFTTrainer on the whole model."""
+"""Tail training gives the same losses and weights as TRL's SFTTrainer on the whole model."""
 
 import itertools
 from pathlib import Path
@@ -8,10 +8,11 @@ import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, furthest, new_rows, prepare, relative, train, train_whole
 
 from tailtune.kinds.chat.train import FullModelTrainer
+from tailtune.train.tail.savings import ALL_SAVINGS, Savings
 
 SETTINGS = [(loss, shared, accumulation, dtype) for loss, shared, accumulation, dtype in itertools.product(
     ("answer", "all"), (1.0, 0.6, 0.0), (1, 4), ("float32", "float64"))]  # fmt: skip
-# every pair of two settings' values occurs, and every architecture
+# covers every pair of values of two settings; every architecture is tested
 PAIRWISE = {
     ("answer", 1.0, 1, "float32"), ("all", 1.0, 4, "float64"), ("answer", 0.6, 4, "float64"),
     ("all", 0.6, 1, "float32"), ("answer", 0.0, 1, "float64"), ("all", 0.0, 4, "float32"),
@@ -19,7 +20,7 @@ PAIRWISE = {
 
 
 def cases() -> list[object]:
-    """The whole matrix; what is not in the selection is marked slow."""
+    """The whole matrix; cases outside the selection are marked slow."""
     matrix = []
     for i, architecture in enumerate(ARCHITECTURES):
         chosen = sorted(PAIRWISE, key=str)
@@ -42,29 +43,35 @@ def test_losses_and_weights_are_those_of_the_whole_model(
         assert tail.accuracies == pytest.approx(whole.accuracies, abs=1e-6)
     assert furthest(without_key_bias(whole.weights), without_key_bias(tail.weights)) <= tolerance
     assert whole.trainer.state.num_input_tokens_seen == tail.trainer.state.num_input_tokens_seen
-    assert (len(tail.trainer.model.rows.prompt) > 0) == (shared > 0)
+    assert (len(tail.trainer.model.rows.shared_prefix) > 0) == (shared > 0)
 
 
 def without_key_bias(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without GPT-NeoX's bias of the keys: its gradient is 0, so AdamW moves it by what rounding leaves."""
+    """Leave out GPT-NeoX's bias of the keys: its gradient is 0, so AdamW only moves it by rounding errors."""
     return {
         name: w.view(4, 3, 8)[:, [0, 2]] if name.endswith("query_key_value.bias") else w for name, w in weights.items()
     }
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"packing": False}, {"answer_head": False}, {"cache": "none"}, {"shared_prompt": False}, {"cache": "disk"},
-     {"cache": "none", "stop_backward": False},
-     {"cache": "none", "stop_backward": False, "packing": False, "answer_head": False, "shared_prompt": False}],
-)  # fmt: skip
+    ("cache", "savings"),
+    [
+        ("auto", Savings(packing=False)),
+        ("auto", Savings(answer_head=False)),
+        ("none", ALL_SAVINGS),
+        ("auto", Savings(shared_prefix=False)),
+        ("disk", ALL_SAVINGS),
+        ("none", Savings(stop_backward=False)),
+        ("none", Savings(stop_backward=False, packing=False, answer_head=False, shared_prefix=False)),
+    ],
+)
 @pytest.mark.parametrize("loss", ["answer", "all"])
-def test_each_saving_can_be_switched_off(settings: dict[str, object], loss: str, tmp_path: Path) -> None:
+def test_each_saving_can_be_switched_off(cache: str, savings: Savings, loss: str, tmp_path: Path) -> None:
     case = Case("gemma3_text", loss, 0.6)
-    whole, tail = train_whole(case), train(case, tmp_path, tail=True, **settings)
+    whole, tail = train_whole(case), train(case, tmp_path, tail=True, cache=cache, savings=savings)
     assert relative(whole.losses, tail.losses) <= 1e-5
     assert furthest(whole.weights, tail.weights) <= 1e-5
-    assert (tmp_path / "cache").exists() == (settings.get("cache") != "none")
+    assert (tmp_path / "cache").exists() == (cache != "none")
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
@@ -75,28 +82,31 @@ def test_any_number_of_layers_may_train(num_layers: int, tmp_path: Path) -> None
     assert furthest(whole.weights, tail.weights) <= 1e-5
 
 
-PROMPT = tuple(range(2, 22))
+PREFIX = tuple(range(2, 22))
 ODD_ROWS = {
-    "the prompt is longer than some rows": [((2, 3), (4,)), ((2, 3, 4, 5, 6), (7, 8))],
-    "a row is the prompt and no more": [(PROMPT[:-2], PROMPT[-2:]), (PROMPT[:5], PROMPT[5:])],
+    "the shared prefix is longer than some rows": [((2, 3), (4,)), ((2, 3, 4, 5, 6), (7, 8))],
+    "a row is the shared prefix and no more": [(PREFIX[:-2], PREFIX[-2:]), (PREFIX[:5], PREFIX[5:])],
     "a row of one token": [((), (30,)), ((31,), ())],
-    "an answer of the end mark alone": [((*PROMPT, 40), (1,)), ((*PROMPT, 41, 42), (1,))],
-    "an answer that begins inside the prompt": [(PROMPT[:12], (*PROMPT[12:], 50, 51)), (PROMPT[:3], (*PROMPT[3:], 9))],
-    "equal rows": [((*PROMPT, 40), (41, 1))] * 3,
-    "rows above the length limit": [((*PROMPT, *range(30, 60)), (61, 62)), ((*PROMPT, 30), tuple(range(40, 60)))],
+    "an answer of the end token only": [((*PREFIX, 40), (1,)), ((*PREFIX, 41, 42), (1,))],
+    "an answer that begins inside the shared prefix": [
+        (PREFIX[:12], (*PREFIX[12:], 50, 51)),
+        (PREFIX[:3], (*PREFIX[3:], 9)),
+    ],
+    "equal rows": [((*PREFIX, 40), (41, 1))] * 3,
+    "rows above the length limit": [((*PREFIX, *range(30, 60)), (61, 62)), ((*PREFIX, 30), tuple(range(40, 60)))],
 }
 
 
 @pytest.mark.parametrize("loss", ["answer", "all"])
 @pytest.mark.parametrize("odd", ODD_ROWS)
 def test_odd_rows(odd: str, loss: str, tmp_path: Path) -> None:
-    common = [((*PROMPT, *q), tuple(a)) for q, a in new_rows(18, shared=0.0)]
+    common = [((*PREFIX, *q), tuple(a)) for q, a in new_rows(18, shared=0.0)]
     rows = tuple((tuple(q), tuple(a)) for q, a in [*common[:9], *ODD_ROWS[odd], *common[9:]])
     limit = 32 if "limit" in odd else 200
     case = Case("smollm3-sliding", loss, rows=rows, arguments=(("max_length", limit), ("max_steps", 15)))
     whole, tail = train_whole(case), train(case, tmp_path, tail=True)
-    prompt = tuple(tail.trainer.model.rows.prompt.tolist())
-    assert prompt == PROMPT[: len(prompt)] and len(prompt) >= 19
+    prefix = tuple(tail.trainer.model.rows.shared_prefix.tolist())
+    assert prefix == PREFIX[: len(prefix)] and len(prefix) >= 19
     assert max(map(len, tail.trainer.model.rows.ids)) <= limit
     assert relative(whole.losses, tail.losses) <= 1e-5
     assert furthest(whole.weights, tail.weights) <= 1e-5
@@ -109,11 +119,12 @@ def test_bf16_with_fp32_master_weights(architecture: str, tmp_path: Path) -> Non
     assert relative(whole.losses, tail.losses) <= 1e-2
     trained = {p.dtype for p in tail.trainer.model.parameters()}
     assert trained == {torch.float32}
-    assert tail.trainer.model.source.states([0], tail.trainer.model.prefix.layout([0])).dtype is torch.bfloat16
+    module = tail.trainer.model
+    assert module.source.hidden_states([0], module.frozen_layers.layout([0])).dtype is torch.bfloat16
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    """On, it would cross the frozen layers or silently drop what it finds there; the tail does without it."""
+    """It would cross the frozen layers or silently break them, so tail training switches it off."""
     whole = train_whole(Case("llama"))
     tail = train(Case("llama", arguments=(("gradient_checkpointing", True),)), tmp_path, tail=True)
     assert relative(whole.losses, tail.losses) <= 1e-5
@@ -129,8 +140,8 @@ def test_micro_batches_that_do_not_fit_into_one(tmp_path: Path, monkeypatch: pyt
     assert furthest(whole.weights, tail.weights) <= 1e-5
 
 
-def test_interrupted_and_resumed(tmp_path: Path) -> None:
-    """A checkpoint holds the tail alone, and training goes on from it as if nothing had been."""
+def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
+    """A checkpoint holds only the tail, and training resumes from it as if it had not been interrupted."""
     from safetensors.torch import load_file
 
     for architecture in ("smollm3", "gpt_neox"):
@@ -139,7 +150,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         first = train(Case(architecture, arguments=saving), folder, tail=True)
         checkpoint = folder / "checkpoint-20"
         names = set(load_file(checkpoint / "model.safetensors"))
-        assert names == {name for name, p in first.trainer.model.split.model.named_parameters() if p.requires_grad}
+        assert names == {name for name, p in first.trainer.model.decoder.model.named_parameters() if p.requires_grad}
         resumed = train(Case(architecture, arguments=saving), folder, tail=True, resume=str(checkpoint))
         whole = train_whole(Case(architecture))
         assert relative(whole.losses[20:], resumed.losses) <= 1e-5
@@ -164,7 +175,7 @@ def test_the_best_model_at_the_end_is_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Path) -> None:
-    """So that both call the same checkpoint the best one; a mean over batches is another number."""
+    """Both therefore choose the same checkpoint as the best; a mean over batches is a different number."""
     case = Case("smollm3", arguments=(("per_device_eval_batch_size", 2),))
     by_batch = prepare(case, tmp_path, [])[1].evaluate()["eval_loss"]
     _, plain = prepare(case, tmp_path, [], FullModelTrainer)
@@ -174,8 +185,8 @@ def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Pa
     assert abs(by_batch - whole) > 1e-3
 
 
-def test_a_batch_that_only_fills_up_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several ranks the last of them may get no row of its own, of which label smoothing makes 0 / 0."""
+def test_a_batch_of_filler_rows_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks, the last one may get no row of its own, for which label smoothing computes 0 / 0."""
     smoothing = (("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 3))
     _, plain = prepare(Case("llama", arguments=smoothing), tmp_path, [], FullModelTrainer)
     alone = plain.evaluate()["eval_loss"]  # nine rows in three batches

@@ -1,4 +1,4 @@
-"""The head's loss against PyTorch's cross-entropy."""
+"""The head's loss, compared with PyTorch's cross-entropy."""
 
 import pytest
 import torch
@@ -25,23 +25,23 @@ def test_the_chunked_loss_is_cross_entropy(
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     each = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
     expected = (each * (1 if weights is None else weights)).sum()
-    right = (logits.argmax(-1) == tokens).double() @ (torch.ones(10).double() if weights is None else weights)
+    num_correct = (logits.argmax(-1) == tokens).double() @ (torch.ones(10).double() if weights is None else weights)
     loss, correct = head_loss(hidden, head, tokens, weights, softcap)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert correct.item() == pytest.approx(right.item(), rel=1e-12)
-    for one, other in zip(gradients(expected), gradients(loss), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+    assert correct.item() == pytest.approx(num_correct.item(), rel=1e-12)
+    for expected_gradient, gradient in zip(gradients(expected), gradients(loss), strict=True):
+        torch.testing.assert_close(expected_gradient, gradient, rtol=1e-11, atol=1e-13)
 
 
-def test_of_equal_logits_the_first_word_counts_as_predicted() -> None:
-    """In half precision many are equal."""
+def test_the_first_of_equal_logits_counts_as_predicted() -> None:
+    """In half precision, many logits are equal."""
     head, tokens = torch.nn.Linear(4, 9), torch.tensor([0, 3, 8])
     torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
     with torch.autocast("cpu", torch.bfloat16):
         assert head_loss(torch.randn(3, 4), head, tokens)[1].item() == 1
 
 
-def test_the_loss_of_an_impossible_token_is_finite_and_right() -> None:
+def test_the_loss_of_an_impossible_token_is_finite_and_correct() -> None:
     head = torch.nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[0.0], [200.0], [-200.0]]))
@@ -49,9 +49,9 @@ def test_the_loss_of_an_impossible_token_is_finite_and_right() -> None:
     assert loss.item() == pytest.approx(400.0)
 
 
-def test_evaluation_computes_no_gradient_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_computes_no_gradient_for_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     head, hidden = torch.nn.Linear(4, 9), torch.randn(5, 4)
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: pytest.fail("a gradient is made"))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: pytest.fail("a gradient is computed"))
     with torch.no_grad():
         head_loss(hidden, head, torch.arange(5))
 
@@ -65,14 +65,14 @@ def test_the_loss_of_nothing_is_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_small_gradients(dtype: torch.dtype) -> None:
-    """Most of 4,000 words get a gradient of 1/4000, which fp16 loses once it is divided by a step's labels."""
+    """Most of 4,000 words get a gradient of 1/4000, which fp16 loses after the division by the number of labels."""
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(16, 4000, bias=False), (0.1 * torch.randn(20, 16)).requires_grad_()
     tokens = torch.randint(0, 4000, (20,))
     exact = torch.autograd.grad(torch.nn.functional.cross_entropy(head(hidden), tokens), [hidden, head.weight])
     with torch.autocast("cpu", dtype):
         loss, _ = head_loss(hidden, head, tokens)
-        found = torch.autograd.grad(loss / 20, [hidden, head.weight])
-    assert found[0].dtype is found[1].dtype is torch.float32
-    for one, other in zip(exact, found, strict=True):
-        assert (one - other).norm() / one.norm() < 1e-2
+        gradients = torch.autograd.grad(loss / 20, [hidden, head.weight])
+    assert gradients[0].dtype is gradients[1].dtype is torch.float32
+    for expected, gradient in zip(exact, gradients, strict=True):
+        assert (expected - gradient).norm() / expected.norm() < 1e-2

@@ -1,5 +1,6 @@
-"""Where the states are kept, and what may change about it."""
+"""Where hidden states are kept, and what may change between attempts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,22 @@ import torch
 from conftest import tiny_recipe
 
 from tailtune.errors import UserError
+from tailtune.recipe.load import parse_recipe
 from tailtune.train.tail import placement
 from tailtune.training_key import recipe_settings
 
 GB = 10**9
 
 
-def place(num_bytes: int, wanted: str = "auto", uses: float = 4.0, **settings: Any) -> tuple[str, str]:
-    """`placement.place` with what most tests do not care for."""
+def choose(num_bytes: int, requested: str = "auto", uses: float = 4.0, **settings: Any) -> tuple[str, str]:
+    """Call `choose_placement` with defaults for most arguments."""
     common = {"missing_bytes": num_bytes, "checkpoints": settings["directory"], "num_trainable": 1, "ranks_on_node": 1,
               "device": torch.device("cpu")}  # fmt: skip
-    return placement.place(wanted, num_bytes, uses, **{**common, **settings})
+    return placement.choose_placement(requested, num_bytes, uses, **{**common, **settings})
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_bytes", "uses", "expected", "reason"),
+    ("requested", "num_bytes", "uses", "expected", "reason"),
     [
         ("auto", 1 * GB, 4.0, "host", "1.00 GB of 8.0 GB free memory"),
         ("auto", 3 * GB, 4.0, "disk", "3.00 GB, mapped from"),  # two ranks share the memory
@@ -35,7 +37,7 @@ def place(num_bytes: int, wanted: str = "auto", uses: float = 4.0, **settings: A
     ],
 )
 def test_placement(
-    wanted: str,
+    requested: str,
     num_bytes: int,
     uses: float,
     expected: str,
@@ -46,24 +48,24 @@ def test_placement(
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GB)
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 50 * GB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    kind, why = place(
-        num_bytes, wanted, uses, directory=tmp_path / "new" / "dir", checkpoints=tmp_path, ranks_on_node=2
+    chosen, why = choose(
+        num_bytes, requested, uses, directory=tmp_path / "new" / "dir", checkpoints=tmp_path, ranks_on_node=2
     )
-    assert kind == expected and reason in why
+    assert chosen == expected and reason in why
 
 
 @pytest.mark.parametrize(("same", "expected"), [(True, "none"), (False, "host")])
-def test_checkpoints_on_the_same_volume_need_their_room(
+def test_room_is_left_for_checkpoints_on_the_same_volume(
     same: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 20 * GB)
-    monkeypatch.setattr(placement, "on_one_volume", lambda one, other: same)
-    kind, why = place(10 * GB, num_trainable=419_000_000, directory=tmp_path)
-    assert kind == expected and (not same or "15.08 GB of them for checkpoints" in why)
+    monkeypatch.setattr(placement, "on_one_volume", lambda path, other_path: same)
+    chosen, why = choose(10 * GB, num_trainable=419_000_000, directory=tmp_path)
+    assert chosen == expected and (not same or "15.08 GB of them for checkpoints" in why)
 
 
-def test_volumes_are_told_apart(tmp_path: Path) -> None:
+def test_volumes_are_distinguished(tmp_path: Path) -> None:
     assert placement.on_one_volume(tmp_path / "new", tmp_path)
     if Path("/proc/self").is_dir():  # Linux
         assert not placement.on_one_volume(tmp_path, Path("/proc/self/new"))
@@ -77,30 +79,35 @@ def test_gpu_memory_comes_first_when_the_optimizer_leaves_room(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 24 * GB))
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 500 * GB)
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 64 * GB)
-    kind, _ = place(GB, num_trainable=419_000_000, directory=tmp_path, device=torch.device("cuda"))
-    assert kind == expected
+    chosen, _ = choose(GB, num_trainable=419_000_000, directory=tmp_path, device=torch.device("cuda"))
+    assert chosen == expected
 
 
-def test_states_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_hidden_states_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda directory: 0)
-    kind, _ = place(GB, uses=1.0, missing_bytes=0, directory=tmp_path)
-    assert kind in ("host", "disk")
+    chosen, _ = choose(GB, uses=1.0, missing_bytes=0, directory=tmp_path)
+    assert chosen in ("host", "disk")
 
 
-def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tail\.cache is gpu, but training runs on the CPU; set it to auto"):
-        place(GB, "gpu", directory=tmp_path)
+        choose(GB, "gpu", directory=tmp_path)
 
 
-def test_how_the_states_are_kept_may_change_between_attempts() -> None:
-    """After running out of memory, say; whether the tail trains alone may not: its checkpoints are others."""
-    one, disk, off = (
+def test_the_placement_may_change_between_attempts() -> None:
+    """For example after running out of memory. `mode` is not allowed to change: its checkpoints are different."""
+    auto, disk, off = (
         recipe_settings(tiny_recipe(**{f"stages.0.tail.{key}": value}))
         for key, value in (("cache", "auto"), ("cache", "disk"), ("mode", "off"))
     )
-    assert one == disk != off
+    assert auto == disk != off
 
 
-def test_states_without_gradient_cannot_be_kept() -> None:
-    with pytest.raises(UserError, match=r"stop_backward is false, so states need their gradient; set cache to 'none'"):
-        tiny_recipe(**{"stages.0.tail.stop_backward": False})
+@pytest.mark.parametrize("key", ["packing", "answer_head", "shared_prompt", "stop_backward"])
+def test_former_keys_are_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf"'stages\.0\.tail\.{key}' is no longer a recipe key"):
+        tiny_recipe(**{f"stages.0.tail.{key}": False})
+    recipe = tiny_recipe().model_dump(mode="json")
+    recipe["stages"][0]["tail"][key] = True
+    with pytest.raises(UserError, match=rf"stages\.0\.tail: {key} is no longer a recipe key .*; delete it"):
+        parse_recipe(json.dumps(recipe))
