@@ -11,7 +11,7 @@ STOPPED = 143
 
 @contextmanager
 def on_stop(handle: Callable[[list[int]], None]) -> Iterator[list[int]]:
-    """Within the block, call `handle` at every SIGTERM and SIGINT with all signals received so far; yields that list."""
+    """Within the block, every SIGTERM and SIGINT calls `handle` with all signals received so far. Yields that list."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:

@@ -84,7 +84,8 @@ def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> t
     candidates = [jobs] if jobs else [Jobs(cluster, kind) for kind in JOB_KINDS.values()]
     try:
         for _ in range(2):
-            if any([delete(candidate) for candidate in candidates]):
+            deleted = [delete(candidate) for candidate in candidates]
+            if any(deleted):
                 log.info("train: job %s deleted", job.name)
                 return True, "and deleted", "run again to resume from its last checkpoint"
             time.sleep(1)  # the API may still be processing a request to create the job
