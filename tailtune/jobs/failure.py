@@ -11,6 +11,8 @@ NUM_SHOWN_LINES = 12
 
 @dataclass(frozen=True)
 class FailureClass:
+    """A class of failures that have the same remedy."""
+
     name: str
     pattern: str
     """Regular expression that matches Kubernetes' reason, torchrun's report, or the last lines of the log."""

@@ -1,7 +1,7 @@
 """Run a job on a cluster: create or adopt it, follow it to its end, and delete it if the launcher is stopped.
 
-The launcher can die at any time. Everything that a training needs in order to continue is on the pods' volumes, and the
-next attempt finds the job by its name.
+The launcher can die at any time. Everything that is needed to continue a training is on the pods' volumes, and the next
+attempt finds the job by its name.
 """
 
 import re
@@ -96,6 +96,7 @@ def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> t
 
 
 def _create_or_adopt(job: Job, jobs: Jobs) -> None:
+    """Create the job. If one with this name exists, adopt it if it is the same and still active, else replace it."""
     manifest = jobs.get(job.name)
     if manifest is not None:
         state, _ = jobs.kind.state(manifest)
@@ -119,7 +120,7 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
     try:
         jobs.create(job)
     except client.ApiException as error:
-        if error.status == 409:  # created by a request whose response was lost, or by someone else: compare it again
+        if error.status == 409:  # created by a request whose response was lost, or by someone else: check again
             _create_or_adopt(job, jobs)
             return
         raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}", "run tailtune doctor") from None
@@ -142,8 +143,9 @@ class Follower:
         self._logs: dict[tuple[str, str], PodLog] = {}
         """By the pod's name and uid."""
         self._last_reported: dict[str, str] = {}
-        """By the name of a pod or of the job: what it is waiting for, as last reported."""
+        """By the name of a pod or of the job: the last reported reason why it is waiting."""
         self._stuck_since: dict[str, float] = {}
+        """By the name of a pod: when a problem that rarely resolves itself was first seen."""
         self._last_seen: dict[str, dict[str, Any]] = {}
         """Each pod by its uid, as last seen. An operator may delete the pods of a failed job."""
         progress_path = job.progress_path if jobs.kind.PROGRESS_ANNOTATION else None
@@ -155,7 +157,7 @@ class Follower:
         try:
             while not self.poll():
                 time.sleep(POLL_SECONDS)
-        except Exception as error:  # not _Stopped: the job is deleted first, and the logs are closed after that
+        except Exception as error:  # not _Stopped: run_job then deletes the job before it closes the logs
             self.close()
             if isinstance(error, JobFailed):
                 self._progress.report(succeeded=False)
@@ -195,7 +197,7 @@ class Follower:
         return False
 
     def close(self, seconds: float = 2 * CALL_TIMEOUT_SECONDS[0]) -> None:
-        """Print the rest of the logs. Takes at most `seconds`."""
+        """Print the rest of the logs, for at most `seconds`."""
         for pod_log in self._logs.values():
             pod_log.end()
         give_up_at = time.monotonic() + seconds
