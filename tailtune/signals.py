@@ -1,4 +1,4 @@
-"""What happens at SIGTERM and SIGINT."""
+"""Handling of SIGTERM and SIGINT."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 143
-"""Exit status of a run that a signal stopped: 128 + SIGTERM, so that a restart policy starts it again."""
+"""Exit status of a training that a signal stopped: 128 + SIGTERM. It is not 0, so that a restart policy restarts it."""
 
 
 @contextmanager
 def on_stop(handle: Callable[[list[int]], None]) -> Iterator[list[int]]:
-    """Within the block, SIGTERM and SIGINT call `handle` with the signals received so far; yields that list."""
+    """Within the block, every SIGTERM and SIGINT calls `handle` with all signals received so far. Yields that list."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,10 @@
-"""As much of a cluster as the launcher meets, over HTTP, for the real clients: API server, kubelet, and the operators
+"""The part of a cluster that the launcher uses, over HTTP, for the real clients: API server, kubelet, and the operators
 of operators.py.
 
-It runs the pods: one process per replica, with the environment that the operator sets. It is strict where the real
-one is: unknown fields are refused (by the models that `kubernetes`, `kubeflow-training` and `kubeflow-trainer-api`
-ship), names have to be DNS labels, a name is taken (409) until it is gone (404), and the pipeline's service account
-may do no more than on OpenShift AI (403). `Faults` switches on what goes wrong on real clusters.
+It runs the pods: one process per replica, with the environment that the operator sets. It is as strict as a real
+cluster: unknown fields are rejected (by the models that `kubernetes`, `kubeflow-training` and `kubeflow-trainer-api`
+ship), names have to be DNS labels, a name is taken (409) until the job is deleted (404), and the pipeline's service
+account has only the permissions that it has on OpenShift AI (403). `Faults` simulates what goes wrong on real clusters.
 """
 
 import copy
@@ -34,7 +34,7 @@ from kubernetes.client import models as kubernetes_models
 from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
 
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
-"""Of custom resources: no strategic merge."""
+"""Content types of patches to custom resources: no strategic merge."""
 REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
            "localsubjectaccessreviews": "V1LocalSubjectAccessReview"}  # fmt: skip
 OBJECT = re.compile(
@@ -43,7 +43,7 @@ OBJECT = re.compile(
 )
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ALLOWED = (
-    # verbs, group, resource: what the role of pipeline-runner-dspa gives, as far as the tests ask
+    # (verb, group, resource): the part of the role of pipeline-runner-dspa that the tests need
     ("*", "kubeflow.org", "*"), ("*", "", "pods"), ("*", "", "pods/log"), ("*", "", "persistentvolumeclaims"),
     ("*", "", "services"), ("get", "", "secrets"), ("list", "", "secrets"), ("get", "", "configmaps"),
     ("create", "authorization.k8s.io", "selfsubjectaccessreviews"),
@@ -52,27 +52,29 @@ ALLOWED = (
 
 @dataclass
 class Faults:
+    """Simulated problems."""
+
     statuses: list[int] = field(default_factory=list)
-    """Answers to the next requests, instead of their own."""
+    """Statuses with which the next requests fail; 0 breaks the connection."""
     lost_answers: int = 0
-    """So many jobs are made, and the connection breaks before the answer."""
+    """For the next so many jobs, the connection breaks after the creation and before the response."""
     drop_streams: list[int] = field(default_factory=list)
-    """The next streams of logs are cut after so many lines, in the middle of the line that follows."""
+    """Numbers of lines after which the next log streams break, in the middle of the following line."""
     suspended: threading.Event = field(default_factory=threading.Event)
     """While set, a TrainJob waits for admission by a queue."""
     pending: threading.Event = field(default_factory=threading.Event)
     """While set, pods find no node."""
     image: bool = False
-    """Images cannot be pulled."""
+    """If true, images cannot be pulled."""
     kill_pods: list[str] = field(default_factory=list)
-    """Pods (as `worker-0`) that are killed with SIGKILL once they have written `kill_at`."""
+    """Pods (such as `worker-0`) that are killed with SIGKILL once they have printed `kill_at`."""
     kill_at: str = "step 2/"
     exit_codes: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Pod → exit code and reason that its container ends with instead of running, for example 137 OOMKilled."""
+    """By pod: exit code and reason (such as 137, OOMKilled) with which its container ends instead of running."""
 
 
 class Pod:
-    """A pod and its one container, which is a process of this machine."""
+    """A pod and its one container, which is a process on this machine."""
 
     def __init__(self, server: "Server", job: str, template: Template) -> None:
         self.server, self.job, self.role, self.name = server, job, template.role, template.name
@@ -85,7 +87,7 @@ class Pod:
         }  # fmt: skip
         self.container = template.spec["containers"][0]
         self.lines: list[list[str]] = [[]]
-        """Per start of the container, its lines with timestamps."""
+        """For each start of the container, its lines with timestamps."""
         self.changed = threading.Condition()
         self.process: subprocess.Popen[bytes] | None = None
         self.deleted = threading.Event()
@@ -102,7 +104,7 @@ class Pod:
             self.changed.notify_all()
 
     def run(self) -> int:
-        """The container's life, from its node to its last exit code."""
+        """Schedule and run the container, with restarts, and return its last exit code."""
         faults = self.server.faults
         while faults.pending.is_set() and not self.deleted.wait(0.05):
             self.manifest["status"]["conditions"] = [
@@ -140,13 +142,16 @@ class Pod:
             self.set_state("Running", {"running": {"startedAt": now()}}, last)
             code, reason = faults.exit_codes[self.role]
             return code, reason, ""
-        words = self.server.folder / f"{uuid.uuid4().hex}.words"
+        termination_log = self.server.folder / f"{uuid.uuid4().hex}.termination-log"
         environment = {e["name"]: e["value"] for e in self.container.get("env") or [] if "value" in e}
         command = [sys.executable if part == "python" else part for part in self.container["command"]]
+        environment |= {**self.environment, "TERMINATION_LOG": str(termination_log)}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**self.server.node_environment, **environment, **self.environment, "TERMINATION_LOG": str(words)},
-        )  # fmt: skip
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**self.server.node_environment, **environment},
+        )
         self.set_state("Running", {"running": {"startedAt": now()}}, last)
         assert self.process.stdout is not None
         for raw in self.process.stdout:
@@ -159,7 +164,7 @@ class Pod:
                 self.signal(signal.SIGKILL)
         code = self.process.wait()
         code = 128 - code if code < 0 else code
-        message = words.read_text()[:4096] if words.is_file() else ""
+        message = termination_log.read_text()[:4096] if termination_log.is_file() else ""
         if not message and code:
             message = "\n".join(line.split(" ", 1)[1] for line in self.lines[-1][-10:])
         return code, "Error" if code else "Completed", message
@@ -167,22 +172,24 @@ class Pod:
     def signal(self, number: int) -> None:
         if self.process is None or self.process.poll() is not None:
             return
-        first = psutil.Process(self.process.pid)
-        # the kubelet asks the container's first process to end; SIGKILL ends them all
-        for one in [*(first.children(recursive=True) if number == signal.SIGKILL else []), first]:
+        main = psutil.Process(self.process.pid)
+        # the kubelet sends SIGTERM only to the container's main process, and SIGKILL to all
+        for process in [*(main.children(recursive=True) if number == signal.SIGKILL else []), main]:
             with suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
+                process.send_signal(number)
 
     def delete(self) -> None:
         self.deleted.set()
         self.signal(signal.SIGTERM)
-        give_up = time.monotonic() + self.manifest["spec"].get("terminationGracePeriodSeconds", 30)
-        while self.process and self.process.poll() is None and time.monotonic() < give_up:
+        give_up_at = time.monotonic() + self.manifest["spec"].get("terminationGracePeriodSeconds", 30)
+        while self.process and self.process.poll() is None and time.monotonic() < give_up_at:
             time.sleep(0.05)
         self.signal(signal.SIGKILL)
 
 
 class Server(HttpServer):
+    """The cluster. Tests change its attributes to set up what they need."""
+
     def __init__(self, folder: Path, node_environment: dict[str, str]) -> None:
         self.folder, self.node_environment = folder, node_environment
         self.faults = Faults()
@@ -197,11 +204,11 @@ class Server(HttpServer):
         self.pods: dict[str, list[Pod]] = {}
         self.requests: list[str] = []
         self.reviewed: str | None = None
-        """Whose access was reviewed last, where it was somebody else's."""
+        """User of the last access review, if it was another user than the client's own."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
-        """(resource, project/name) → what else there is to read."""
+        """Other objects that can be read, by (resource, project/name)."""
         self.step_pods: dict[str, str] = {}
-        """Pods of pipeline steps that are there, with their phase."""
+        """Phase of each pod of a pipeline step that exists."""
         self.lock = threading.RLock()
         self.version = 0
         self._limits: dict[str, int] = {}
@@ -210,15 +217,15 @@ class Server(HttpServer):
         self.write_kubeconfig()
 
     def install_trainer(self, *, only: bool = False) -> None:
-        """Kubeflow Trainer, and the roles for it in deploy/; `only`: instead of the Training Operator."""
+        """Install Kubeflow Trainer with its roles from deploy/; with `only`, instead of the Training Operator."""
         self.operators = [self.trainer] if only else [self.operator, self.trainer]
-        self.groups.append(self.trainer.group)  # kubeflow.org stays: notebooks are of that group too
+        self.groups.append(self.trainer.group)  # kubeflow.org remains: notebooks belong to that group too
         for path in ("components/trainjob/role.yaml", "cluster-admin/training-runtimes.yaml"):
             for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
                 self.allowed += rules(manifest) if "rules" in manifest else []
 
     def write_kubeconfig(self) -> None:
-        """As `oc login` leaves it."""
+        """Write the kubeconfig as `oc login` does."""
         self.kubeconfig.write_text(yaml.safe_dump({
             "apiVersion": "v1", "kind": "Config", "current-context": "c",
             "clusters": [{"name": "c", "cluster": {"server": self.url}}],
@@ -244,7 +251,7 @@ class Server(HttpServer):
                 if status == 0:
                     _break_off(request)
                     return
-                raise Refused(status, "the server is in trouble")
+                raise Refused(status, "the server is failing")
             if request.headers.get("Authorization") != f"Bearer {self.token}":
                 raise Refused(401, "Unauthorized")
             query = {key: values[0] for key, values in parse_qs(url.query).items()}
@@ -301,13 +308,13 @@ class Server(HttpServer):
                 raise Refused(403, f"{reviews[1]} is forbidden")
             check_fields(body, REVIEWS[reviews[1]], [kubernetes_models])
             self.reviewed = body["spec"].get("user")
-            asked = body["spec"]["resourceAttributes"]
-            resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
-            allowed = may(self.allowed, asked["verb"], asked.get("group", ""), resource)
+            attributes = body["spec"]["resourceAttributes"]
+            resource = "/".join(filter(None, (attributes["resource"], attributes.get("subresource"))))
+            allowed = may(self.allowed, attributes["verb"], attributes.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
         if method == "GET" and (match := OBJECT.fullmatch(unquote(path))):
             return self._read_object(*match.groups())
-        if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everybody may discover
+        if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everyone has access to discovery
             raise Refused(404, "404 page not found")
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:
@@ -322,11 +329,11 @@ class Server(HttpServer):
         raise Refused(403, f'{method} {path} is forbidden: User "pipeline-runner-dspa" may not do it')
 
     def _read_object(self, group: str | None, namespace: str, resource: str, name: str | None) -> dict[str, Any]:
-        """One of `objects`, or all of them of a resource."""
+        """One of `objects`, or all of a resource."""
         if not may(self.allowed, "get" if name else "list", group or "", resource):
             raise Refused(403, f'{resource} is forbidden: User "pipeline-runner-dspa" may not read it')
         if name is None:
-            return {"items": [one for (kind, _), one in self.objects.items() if kind == resource]}
+            return {"items": [manifest for (kind, _), manifest in self.objects.items() if kind == resource]}
         if (resource, f"{namespace}/{name}") not in self.objects:
             raise Refused(404, f'{resource} "{name}" not found')
         return self.objects[resource, f"{namespace}/{name}"]
@@ -335,19 +342,19 @@ class Server(HttpServer):
                     body: Any) -> dict[str, Any]:  # fmt: skip
         root = f"/apis/{operator.group}/{operator.version}"
         if path == root and method == "GET":
-            one = {"name": operator.plural, "kind": operator.kind, "namespaced": True}
-            return {"kind": "APIResourceList", "groupVersion": root.removeprefix("/apis/"), "resources": [one]}
-        found = re.fullmatch(rf"{root}/(?:namespaces/{NAMESPACE}/)?([a-z]+)(?:/([^/]+))?", path)
-        if found is None:
+            kinds = [{"name": operator.plural, "kind": operator.kind, "namespaced": True}]
+            return {"kind": "APIResourceList", "groupVersion": root.removeprefix("/apis/"), "resources": kinds}
+        match = re.fullmatch(rf"{root}/(?:namespaces/{NAMESPACE}/)?([a-z]+)(?:/([^/]+))?", path)
+        if match is None:
             raise Refused(404, "404 page not found")
-        resource, name = found.groups()
+        resource, name = match.groups()
         verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get" if name else "list")
         if not may(self.allowed, verb, operator.group, resource):
             raise Refused(403, f'{resource}.{operator.group} is forbidden: User "pipeline-runner-dspa" cannot {verb} '
                                f'resource "{resource}" in API group "{operator.group}" in the namespace '
                                f'"{NAMESPACE}"')  # fmt: skip
         if operator is self.trainer and resource == "clustertrainingruntimes" and method == "GET":
-            runtimes = [self.trainer.runtime(one) for one in sorted(self.trainer.runtimes) if name in (None, one)]
+            runtimes = [self.trainer.runtime(each) for each in sorted(self.trainer.runtimes) if name in (None, each)]
             if name and not runtimes:
                 raise Refused(404, f'{resource}.{operator.group} "{name}" not found')
             return runtimes[0] if name else {"kind": "ClusterTrainingRuntimeList", "items": runtimes}
@@ -406,14 +413,14 @@ class Server(HttpServer):
                     text = line if query.get("timestamps") == "true" else line.split(" ", 1)[1]
                     data = f"{text}\n".encode()
                     if shown == limit:
-                        request.wfile.write(f"{len(data):x}\r\n".encode() + data[: len(data) // 2])  # in mid-line
+                        request.wfile.write(f"{len(data):x}\r\n".encode() + data[: len(data) // 2])  # half of the line
                         _break_off(request)
                         return
                     request.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                     shown += 1
             request.wfile.write(b"0\r\n\r\n")
 
-    # ---- what an operator does ----
+    # ---- the operators ----
 
     def create_job(self, operator: TrainingOperator | Trainer, job: dict[str, Any]) -> dict[str, Any]:
         name = job["metadata"]["name"]
@@ -456,7 +463,7 @@ class Server(HttpServer):
             thread.start()
         running = False
         while any(thread.is_alive() for thread in threads):
-            if any(codes.get(pod.role) for pod in pods):  # a pod that may not start again ends the job
+            if any(codes.get(pod.role) for pod in pods):  # a pod that is not restarted any more ends the job
                 break
             if not running and {pod.manifest["status"]["phase"] for pod in pods} == {"Running"}:
                 running = True
@@ -502,12 +509,13 @@ def _break_off(request: BaseHTTPRequestHandler) -> None:
 
 
 def _matches(manifest: dict[str, Any], query: dict[str, str]) -> bool:
-    wanted = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
-    return wanted.items() <= (manifest["metadata"].get("labels") or {}).items()
+    selector = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
+    return selector.items() <= (manifest["metadata"].get("labels") or {}).items()
 
 
 @contextmanager
 def cluster(folder: Path, **environment: str) -> Iterator[Server]:
+    """A running cluster; `environment` is added to that of its pods."""
     folder.mkdir(parents=True, exist_ok=True)
     server = Server(folder, {**os.environ, **environment})
     try:

@@ -1,4 +1,4 @@
-"""The launcher on the tests' server, in this process or in one of its own, as a pipeline's step runs it."""
+"""Run the launcher against the tests' server: in this process, or in its own process as a pipeline step does."""
 
 import os
 import re
@@ -27,11 +27,18 @@ MODULES = {
            "from torch.distributed.elastic.multiprocessing.errors import record\n"
            "@record\ndef main():\n    if os.environ['RANK'] == '0': raise OutOfMemoryError('CUDA out of memory.')\n"
            "    time.sleep(60)\nmain()",
-    "user": "import sys, time\nprint('tailtune | train: error: the data are no data; give data', flush=True)\n"
-            "sys.exit(1)",
-    "steps": "import os, time\nfor i in range(1, 31):\n    rest = f'grad_norm 1.0 {i * 100} tokens/s ETA {30 - i} s'\n"
+    "user": "import json, os, sys\nfrom pathlib import Path\n"
+            "error = {'problem': 'the data are no data', 'remedy': 'give data'}\n"
+            "Path(os.environ['TAILTUNE_ERROR_FILE']).write_text(json.dumps(error))\n"
+            "print('this line is for people only', flush=True)\nsys.exit(1)",
+    "steps": "import json, os, time\nfrom pathlib import Path\npath = Path(os.environ['PROGRESS'])\n"
+             "for i in range(1, 31):\n"
+             "    train = {'loss': 3 / i, 'learning_rate': 1e-3, 'grad_norm': None, 'tokens_per_second': i * 100}\n"
+             "    progress = {'step': i, 'max_steps': 30, 'remaining_seconds': 30 - i, 'train': train, 'eval': {},\n"
+             "                'updated_at': '2026-01-01T00:00:00Z'}\n"
              "    if os.environ['RANK'] == '0':\n"
-             "        print(f'tailtune | train: step {i}/30 loss {3 / i:.4f} lr 1.00e-03 {rest}', flush=True)\n"
+             "        path.with_suffix('.new').write_text(json.dumps(progress))\n"
+             "        path.with_suffix('.new').rename(path)\n"
              "    time.sleep(0.1)",
     "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
     "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
@@ -41,7 +48,7 @@ MODULES = {
 
 
 def make_job(module: str, kind: str = "auto", **changes: Any) -> Job:
-    """Two pods that run one of MODULES."""
+    """A job of two pods that run one of MODULES; `changes` are other fields of the job."""
     pod = PodSpec(image="registry/trainer:1", cpu="2", memory="2Gi", cpu_request="1", memory_request="1Gi", gpu="",
               kind=kind,
               volumes=(("training-data-pvc", "/shared/data"), ("workspace-pvc", "/shared/workspace")))  # fmt: skip
@@ -51,21 +58,27 @@ def make_job(module: str, kind: str = "auto", **changes: Any) -> Job:
 
 
 def run(job: Job, api_seconds: float = 30) -> None:
+    """Run the launcher in this process."""
     launcher.run_job(job, KubernetesClient(api_seconds=api_seconds))
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
+    """Call the action in a thread."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     return thread
 
 
-def numbered(text: str, rank: int) -> list[int]:
+def line_numbers(text: str, rank: int) -> list[int]:
+    """Numbers of the lines of the module "lines" in the log of a rank."""
     return [int(n) for n in re.findall(rf"^\[rank {rank}\] line (\d+)$", text, re.MULTILINE)]
 
 
 def start_launcher(server: Server, program: str, *arguments: str) -> "subprocess.Popen[str]":
-    """Python that runs `program` beside the tests' modules, logged in to the server; its stderr is a pipe."""
+    """Start Python with `program`, which can import the tests' modules and is logged in to the server.
+
+    Its stderr is a pipe.
+    """
     paths = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PYTHONPATH": paths}
     return subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True,
@@ -73,9 +86,9 @@ def start_launcher(server: Server, program: str, *arguments: str) -> "subprocess
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
-    give_up = time.monotonic() + seconds
+    give_up_at = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < give_up_at
         time.sleep(0.05)
 
 
@@ -92,7 +105,7 @@ with step("train"):
 
 
 def start_job(server: Server, module: str = "long", kind: str = "auto") -> "subprocess.Popen[str]":
-    """The launcher with a job whose pods have started."""
+    """Start the launcher in its own process and wait until the job's pods have started."""
     process = start_launcher(server, LAUNCH, module, kind)
     wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
     return process

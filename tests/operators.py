@@ -1,7 +1,7 @@
-"""The controllers that turn jobs into pods: the Training Operator, and Kubeflow Trainer with JobSet below it.
+"""Fakes of the controllers that turn jobs into pods: the Training Operator, and Kubeflow Trainer with JobSet.
 
-They refuse what the real ones refuse, and give pods the names, labels and environment that the real ones give. A pod's
-process runs here, so that addresses are 127.0.0.1 where a cluster has names.
+They reject what the real ones reject, and give pods the same names, labels and environment. A pod's process runs on
+this machine, so addresses are 127.0.0.1 instead of a cluster's DNS names.
 """
 
 import copy
@@ -21,36 +21,38 @@ from pydantic import ValidationError
 Manifest = dict[str, Any]
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 NODE = "node"
-"""Of a TrainJob: the replicated job that trains, and its container."""
+"""Name of a TrainJob's replicated job that trains, and of its container."""
 ADDRESS = {"PYTHONUNBUFFERED": "1", "POD_IP": "127.0.0.1"}
 
 
 def now() -> str:
+    """The time as Kubernetes writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
 class Template:
-    """A pod that is to be made."""
+    """A pod to create."""
 
     role: str
-    """Its place, as tests name it: `worker-0`, `node-0-1`."""
+    """The pod's name in tests: `worker-0`, `node-0-1`."""
     name: str
     labels: dict[str, str]
     spec: Manifest
     environment: dict[str, str]
-    """What the controller adds."""
+    """Variables that the controller adds."""
 
 
 def check_mounts(spec: Manifest) -> None:
-    known = {volume["name"] for volume in spec.get("volumes") or []}
+    """Raise Refused for a mount of a volume that the pod does not have."""
+    volumes = {volume["name"] for volume in spec.get("volumes") or []}
     for mount in spec["containers"][0].get("volumeMounts") or []:
-        if mount["name"] not in known:
+        if mount["name"] not in volumes:
             raise Refused(422, f"volumeMounts: {mount['name']} not found")
 
 
 class TrainingOperator:
-    """PyTorchJob."""
+    """The controller of PyTorchJob."""
 
     group, version, kind, plural = "kubeflow.org", "v1", "PyTorchJob", "pytorchjobs"
     deletes_failed_pods = False
@@ -70,10 +72,10 @@ class TrainingOperator:
 
     def templates(self, job: Manifest, port: int) -> Iterator[Template]:
         name, specs = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
-        places = [(role, i) for role in ("Master", "Worker") if role in specs for i in range(specs[role]["replicas"])]
+        replicas = [(role, i) for role in ("Master", "Worker") if role in specs for i in range(specs[role]["replicas"])]
         ranks = int(job["spec"]["nprocPerNode"])
-        for node, (role, index) in enumerate(places):
-            template, place = specs[role]["template"], f"{role.lower()}-{index}"
+        for node, (role, index) in enumerate(replicas):
+            template, pod_role = specs[role]["template"], f"{role.lower()}-{index}"
             labels = {
                 **(template["metadata"].get("labels") or {}),
                 "training.kubeflow.org/job-name": name,
@@ -81,14 +83,14 @@ class TrainingOperator:
                 "training.kubeflow.org/replica-index": str(index),
             }
             environment = {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places) * ranks),
-                "RANK": str(node), "PET_NNODES": str(len(places)), "PET_NPROC_PER_NODE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(replicas) * ranks),
+                "RANK": str(node), "PET_NNODES": str(len(replicas)), "PET_NPROC_PER_NODE": str(ranks),
                 "PET_NODE_RANK": str(node), **ADDRESS,
             }  # fmt: skip
-            yield Template(place, f"{name}-{place}", labels, template["spec"], environment)
+            yield Template(pod_role, f"{name}-{pod_role}", labels, template["spec"], environment)
 
     def status(self, job: Manifest, state: str, why: str = "") -> None:
-        """Write the state (`created`, `running`, `succeeded`, `failed`) into the job."""
+        """Set the job's status to `created`, `running`, `succeeded` or `failed`."""
         name, kind = job["metadata"]["name"], state.capitalize()
         message = {
             "Created": f"PyTorchJob {name} is created.",
@@ -106,16 +108,16 @@ class TrainingOperator:
 
 
 class Trainer:
-    """TrainJob, over JobSet and Kubernetes' Job."""
+    """The controller of TrainJob, with JobSet and Kubernetes' Job."""
 
     group, version, kind, plural = "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs"
     deletes_failed_pods = True
-    """A Job whose pods restart in place (OnFailure) deletes them when it gives up, with their last words."""
+    """A Job whose pods restart in place (OnFailure) deletes them, and their termination messages, when it gives up."""
 
     def __init__(self) -> None:
         self.runtimes = {"torch-distributed", "torch-distributed-cpu"}
         self.fields = {field.alias or name for name, field in TrainerV1alpha1TrainJobSpec.model_fields.items()}
-        """What the installed version's spec knows."""
+        """Fields of a spec in the installed version."""
         self.backoff_limit = 6
 
     def check(self, job: Manifest) -> None:
@@ -123,13 +125,13 @@ class Trainer:
             raise Refused(422, f"metadata.name: Invalid value: {job['metadata']['name']!r}: a DNS-1035 label")
         if unknown := set(job["spec"]) - self.fields:
             raise Refused(400, f'strict decoding error: unknown field "spec.{min(unknown)}"')
-        known = copy.deepcopy(job)
-        known["spec"].pop("podTemplateOverrides", None)  # of versions that the models are too new for
+        manifest = copy.deepcopy(job)
+        manifest["spec"].pop("podTemplateOverrides", None)  # a field of versions that are older than the models
         try:
-            again = TrainerV1alpha1TrainJob.from_dict(known).to_dict()
+            parsed = TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
         except (ValidationError, AttributeError) as error:
             raise Refused(422, f"TrainJob is invalid: {error}") from None
-        if path := first_lost(known, again):
+        if path := first_lost(manifest, parsed):
             raise Refused(400, f'strict decoding error: unknown field "{path}"')
         runtime = job["spec"]["runtimeRef"]["name"]
         if runtime not in self.runtimes:
@@ -146,37 +148,37 @@ class Trainer:
         return self.backoff_limit
 
     def _patches(self, job: Manifest) -> Iterator[Manifest]:
-        """What the job says about the pods that train: their metadata and spec."""
+        """The job's patches of the training pods: metadata and spec."""
         for override in job["spec"].get("podTemplateOverrides") or []:
             if {"name": NODE} in override["targetJobs"]:
                 yield override
-        for one in job["spec"].get("runtimePatches") or []:
-            for replicated in one["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]:
+        for patch in job["spec"].get("runtimePatches") or []:
+            for replicated in patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]:
                 if replicated["name"] != NODE:
                     raise Refused(403, f"the runtime has no job {replicated['name']}")
                 yield replicated["template"]["spec"]["template"]
 
     def _pod_spec(self, job: Manifest) -> Manifest:
-        """The runtime's pod, then the job's trainer, then its patches."""
+        """The runtime's pod with the job's trainer and its patches."""
         trainer = job["spec"]["trainer"]
         container = {"name": NODE, "image": trainer["image"], "command": trainer["command"],
                      "env": trainer.get("env") or [], "resources": trainer["resourcesPerNode"]}  # fmt: skip
         spec: Manifest = {}
         for patch in self._patches(job):
             spec |= {name: value for name, value in patch["spec"].items() if name != "containers"}
-            for one in patch["spec"]["containers"]:
-                container |= one
+            for container_patch in patch["spec"]["containers"]:
+                container |= container_patch
         return {**spec, "containers": [container]}
 
     def templates(self, job: Manifest, port: int) -> Iterator[Template]:
         name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
         child = f"{name}-{NODE}-0"
-        given: dict[str, str] = {}
+        job_labels: dict[str, str] = {}
         for patch in self._patches(job):
-            given |= patch["metadata"]["labels"]
+            job_labels |= patch["metadata"]["labels"]
         for node in range(trainer["numNodes"]):
             labels = {
-                **given,
+                **job_labels,
                 "jobset.sigs.k8s.io/jobset-name": name,
                 "jobset.sigs.k8s.io/replicatedjob-name": NODE,
                 "jobset.sigs.k8s.io/job-index": "0",
@@ -188,11 +190,11 @@ class Trainer:
                 "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
                 "JOB_COMPLETION_INDEX": str(node), **ADDRESS,
             }  # fmt: skip
-            place = f"{NODE}-0-{node}"
-            yield Template(place, f"{name}-{place}-{uuid.uuid4().hex[:5]}", labels, self._pod_spec(job), environment)
+            role = f"{NODE}-0-{node}"
+            yield Template(role, f"{name}-{role}-{uuid.uuid4().hex[:5]}", labels, self._pod_spec(job), environment)
 
     def status(self, job: Manifest, state: str, why: str = "") -> None:
-        """Write the state (`created`, `suspended`, `running`, `succeeded`, `failed`) into the job."""
+        """Set the job's status to `created`, `suspended`, `running`, `succeeded` or `failed`."""
         before = (job.get("status") or {}).get("conditions") or []
         count = {"running": "active", "succeeded": "succeeded", "failed": "failed", "suspended": "suspended"}.get(state)
         names = ("ready", "succeeded", "failed", "active", "suspended")
@@ -208,13 +210,13 @@ class Trainer:
         keys = ("type", "status", "reason", "message")
         job["status"] = {
             "conditions": [
-                {**dict(zip(keys, one, strict=True)), "lastTransitionTime": now()} for one in conditions
+                {**dict(zip(keys, condition, strict=True)), "lastTransitionTime": now()} for condition in conditions
             ],
             "jobsStatus": [{"name": NODE, **{name: int(name == count) for name in names}}],
         }  # fmt: skip
 
     def runtime(self, name: str) -> Manifest:
-        """A ClusterTrainingRuntime as it can be read."""
+        """A ClusterTrainingRuntime as the API returns it."""
         container = {"name": NODE, "image": "registry/pytorch:1"}
         job = {"template": {"spec": {"template": {"spec": {"containers": [container]}}}}, "name": NODE}
         return {"apiVersion": f"{self.group}/{self.version}", "kind": "ClusterTrainingRuntime",
@@ -223,7 +225,7 @@ class Trainer:
                          "template": {"spec": {"replicatedJobs": [job]}}}}  # fmt: skip
 
     def schemas(self) -> Manifest:
-        """As much of the OpenAPI document of the group as says which fields a TrainJob's spec has."""
+        """The part of the group's OpenAPI document with the fields of a TrainJob's spec."""
         spec = {"type": "object", "properties": {name: {} for name in sorted(self.fields)}}
         properties = {"apiVersion": {}, "kind": {}, "metadata": {}, "spec": spec, "status": {"type": "object"}}
         return {
@@ -233,28 +235,28 @@ class Trainer:
         }
 
 
-def first_lost(given: Any, again: Any, path: str = "") -> str:
-    """The first field that is missing in the second; empty when there is none."""
+def first_lost(given: Any, parsed: Any, path: str = "") -> str:
+    """Path of the first field of `given` that is missing in `parsed`; empty if there is none."""
     if isinstance(given, dict):
         for key, value in given.items():
             here = f"{path}.{key}".lstrip(".")
-            if value is not None and (lost := here if key not in again else first_lost(value, again[key], here)):
+            if value is not None and (lost := here if key not in parsed else first_lost(value, parsed[key], here)):
                 return lost
     elif isinstance(given, list):
         for i, value in enumerate(given):
-            if lost := first_lost(value, again[i], f"{path}[{i}]"):
+            if lost := first_lost(value, parsed[i], f"{path}[{i}]"):
                 return lost
     return ""
 
 
 def may(allowed: Collection[tuple[str, str, str]], verb: str, group: str, resource: str) -> bool:
-    """Whether a rule allows it; `*` is everything."""
-    wanted = verb, group, resource
-    return any(all(rule in ("*", one) for rule, one in zip(rules, wanted, strict=True)) for rules in allowed)
+    """Whether one of the rules in `allowed` permits the request; `*` matches everything."""
+    request = verb, group, resource
+    return any(all(rule in ("*", part) for rule, part in zip(rules, request, strict=True)) for rules in allowed)
 
 
 def rules(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """(verb, group, resource) of a Role or ClusterRole."""
+    """The rules of a Role or ClusterRole as (verb, group, resource)."""
     return [
         (verb, group, resource)
         for rule in manifest["rules"]

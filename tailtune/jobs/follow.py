@@ -1,6 +1,6 @@
-"""Jobs on a cluster: create or adopt, follow, judge, and never leave one behind.
+"""Run a job on a cluster: create or adopt it, follow it to its end, and delete it if the launcher is stopped.
 
-The pods' volumes hold what a run needs to go on, so that this process may die at any time: the next
+The launcher can die at any time. Everything that is needed to continue a training is on the pods' volumes, and the next
 attempt finds the job by its name.
 """
 
@@ -14,29 +14,30 @@ from typing import Any
 from kubernetes import client
 
 from tailtune.errors import UserError
-from tailtune.jobs import pods as look
+from tailtune.jobs import pods
 from tailtune.jobs.failure import explain
-from tailtune.jobs.job import BadInput, Job, JobFailed
-from tailtune.jobs.kubernetes import CALL_TIMEOUT, KubernetesClient, in_words
+from tailtune.jobs.job import Job, JobFailed
+from tailtune.jobs.kubernetes import CALL_TIMEOUT_SECONDS, KubernetesClient, in_words
 from tailtune.jobs.logs import PodLog
-from tailtune.jobs.objects import JOB_KINDS, SHORT_TIMEOUT, SPEC, Jobs, choose_kind
-from tailtune.jobs.progress import Reporter
+from tailtune.jobs.objects import FINGERPRINT_ANNOTATION, JOB_KINDS, SHORT_TIMEOUT_SECONDS, Jobs, choose_kind
+from tailtune.jobs.progress import ProgressReporter
 from tailtune.log import log
 from tailtune.signals import on_stop
 
 POLL_SECONDS = 3.0
 DELETE_SECONDS = 600
+"""How long the job of an earlier attempt may take to disappear."""
 STOP_SECONDS = 15
-"""How long deleting may take after SIGTERM: a pod has 30 s."""
+"""How long deleting the job may take after SIGTERM. Kubernetes kills the launcher's pod after 30 s."""
 NO_PODS_SECONDS = 60
-"""After how long a job without pods is spoken of."""
+"""Report a job that still has no pods after this many seconds."""
 STUCK_SECONDS = 300
-"""How long a pod may wait for something that seldom comes by itself: an image that cannot be pulled."""
-NO_CLAIM = re.compile(r"persistentvolumeclaim \S+ not found")
+"""Give up after this many seconds on a problem that rarely resolves itself, for example an image that is not found."""
+CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT, its argument: ends whatever the main thread waits for, a call and its retries too."""
+    """SIGTERM or SIGINT (its argument). Raised in the main thread, where it also interrupts a call and its retries."""
 
 
 def _stop(received: list[int]) -> None:
@@ -45,72 +46,84 @@ def _stop(received: list[int]) -> None:
 
 
 def run_job(job: Job, cluster: KubernetesClient) -> None:
-    """Run a job to its end, or go on with the one of an earlier attempt. Raises JobFailed.
+    """Create the job, or adopt the one of an earlier attempt, and follow it until it has succeeded.
 
-    SIGTERM and SIGINT delete the job, so that its GPUs are free.
+    Raises JobFailed if it fails. SIGTERM and SIGINT delete the job, to release its GPUs.
     """
     jobs, follower = None, None
     try:
         with on_stop(_stop):
-            jobs, why = choose_kind(cluster, job.pod.kind if job.pod else "auto")
-            log.info("train: the job is a %s", why)
+            jobs, kind = choose_kind(cluster, job.pod.kind if job.pod else "auto")
+            log.info("train: the job is a %s", kind)
             _create_or_adopt(job, jobs)
             follower = Follower(job, jobs)
             follower.wait()
     except _Stopped as stopped:
-        with on_stop(lambda again: None):
-            deleted, outcome = _delete_at_once(job, cluster, jobs)
-            if deleted and follower:
+        with on_stop(lambda received: None):  # ignore further signals
+            is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs)
+            if is_deleted and follower:
                 follower.close(STOP_SECONDS / 2)
-        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}") from None
+        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}", remedy) from None
 
 
-def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> tuple[bool, str]:
-    """Delete a job within the seconds that a stopped pod has; what came of it, also in words."""
-    kinds = [jobs] if jobs else [Jobs(cluster, kind) for kind in JOB_KINDS.values()]
+def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> tuple[bool, str, str]:
+    """Delete the job within the few seconds that a stopped pod has.
+
+    `jobs` is None if the signal arrived before a kind was chosen: then jobs of all kinds are tried. Returns whether
+    there was a job to delete, the outcome as the end of a sentence, and the remedy.
+    """
+
+    def delete(candidate: Jobs) -> bool:
+        try:
+            return candidate.delete(job.name, seconds=STOP_SECONDS, timeout_seconds=SHORT_TIMEOUT_SECONDS)
+        except client.ApiException as error:
+            if jobs or error.status != 403:
+                raise
+            return False  # an account without access to a kind has created no job of that kind
+
+    candidates = [jobs] if jobs else [Jobs(cluster, kind) for kind in JOB_KINDS.values()]
     try:
         for _ in range(2):
-            there = []
-            for one in kinds:
-                try:
-                    there.append(one.delete(job.name, seconds=STOP_SECONDS, timeout=SHORT_TIMEOUT))
-                except client.ApiException as error:
-                    if jobs or error.status != 403:  # of a kind that was not chosen, there is no job
-                        raise
-            if any(there):
+            deleted = [delete(candidate) for candidate in candidates]
+            if any(deleted):
                 log.info("train: job %s deleted", job.name)
-                return True, "and deleted; run again to resume from its last checkpoint"
-            time.sleep(1)  # a creation that was under way may come through yet
+                return True, "and deleted", "run again to resume from its last checkpoint"
+            time.sleep(1)  # the API may still be processing a request to create the job
     except (UserError, client.ApiException) as error:
-        problem = str(error).split("; ")[0] if isinstance(error, UserError) else in_words(error)
-        return False, f"but could not be deleted: {problem}; delete it with tailtune cancel RUN"
-    return False, "before there was one"
+        problem = error.problem if isinstance(error, UserError) else in_words(error)
+        return False, f"but could not be deleted: {problem}", "delete it with tailtune cancel RUN"
+    return False, "before it was created", ""
 
 
 def _create_or_adopt(job: Job, jobs: Jobs) -> None:
-    found = jobs.get(job.name)
-    if found is not None:
-        state, _ = jobs.kind.state(found)
-        same = (found["metadata"].get("annotations") or {}).get(SPEC) == jobs.fingerprint(job)
-        if same and state in ("waiting", "running") and not found["metadata"].get("deletionTimestamp"):
-            log.info("train: job %s is there already and %s: following it", job.name, state)
+    """Create the job. If one with this name exists, adopt it if it is the same and still active, else replace it."""
+    manifest = jobs.get(job.name)
+    if manifest is not None:
+        state, _ = jobs.kind.state(manifest)
+        annotations = manifest["metadata"].get("annotations") or {}
+        is_same = annotations.get(FINGERPRINT_ANNOTATION) == jobs.fingerprint(job)
+        if is_same and state in ("waiting", "running") and not manifest["metadata"].get("deletionTimestamp"):
+            log.info("train: job %s already exists and is %s: following it", job.name, state)
             jobs.adopt(job.name)
             return
         log.info("train: job %s of an earlier attempt (%s) is replaced", job.name, state)
         _delete(job.name, jobs)
-        give_up = time.monotonic() + DELETE_SECONDS
+        give_up_at = time.monotonic() + DELETE_SECONDS
         while jobs.get(job.name) is not None:
-            if time.monotonic() > give_up:
-                raise JobFailed(f"job '{job.name}' of an earlier attempt does not go away; "
-                                f"delete it: oc delete {jobs.kind.PLURAL} {job.name}")  # fmt: skip
+            if time.monotonic() > give_up_at:
+                raise JobFailed(
+                    f"job '{job.name}' of an earlier attempt does not go away",
+                    f"delete it: oc delete {jobs.kind.PLURAL} {job.name}",
+                )
             time.sleep(1)
+    job.clear_progress()
     try:
         jobs.create(job)
     except client.ApiException as error:
-        if error.status == 409:  # made by a call whose answer was lost, or by somebody else: the job says which
+        if error.status == 409:  # created by a request whose response was lost, or by someone else: check again
             _create_or_adopt(job, jobs)
             return
-        raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}; run tailtune doctor") from None
+        raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}", "run tailtune doctor") from None
     log.info("train: job %s created, %d nodes x %d ranks", job.name, job.num_nodes, job.ranks_per_node)
 
 
@@ -120,129 +133,141 @@ def _delete(name: str, jobs: Jobs) -> None:
 
 
 class Follower:
-    """Looks at a job again and again; says what changed, and passes its pods' logs on."""
+    """Polls a job, reports what changes, and prints its pods' logs."""
 
     def __init__(self, job: Job, jobs: Jobs) -> None:
         self.job, self.jobs = job, jobs
-        self.started_at: float | None = None
-        self.created_at = time.monotonic()
+        self.followed_since = time.monotonic()
+        self.is_started = False
+        """Whether all pods have been running at the same time."""
         self._logs: dict[tuple[str, str], PodLog] = {}
-        self._said: dict[str, str] = {}
+        """By the pod's name and uid."""
+        self._last_reported: dict[str, str] = {}
+        """By the name of a pod or of the job: the last reported reason why it is waiting."""
         self._stuck_since: dict[str, float] = {}
-        self._seen: dict[str, dict[str, Any]] = {}
-        """The pods by their uid, as they were last: an operator may delete those of a failed job."""
-        self._progress = Reporter(partial(jobs.write_progress, job.name))
-        self._print = threading.Lock()
+        """By the name of a pod: when a problem that rarely resolves itself was first seen."""
+        self._last_seen: dict[str, dict[str, Any]] = {}
+        """Each pod by its uid, as last seen. An operator may delete the pods of a failed job."""
+        progress_path = job.progress_path if jobs.kind.PROGRESS_ANNOTATION else None
+        self._progress = ProgressReporter(progress_path, partial(jobs.write_progress, job.name))
+        self._print_lock = threading.Lock()
 
     def wait(self) -> None:
-        """Look until the job has succeeded; its pods' logs have been shown then. Raises JobFailed."""
+        """Poll until the job has succeeded and its logs have been printed. Raises JobFailed if it fails."""
         try:
-            while not self.look():
+            while not self.poll():
                 time.sleep(POLL_SECONDS)
-        except Exception as error:  # when the launcher is stopped, the job is deleted first
+        except Exception as error:  # not _Stopped: run_job then deletes the job before it closes the logs
             self.close()
             if isinstance(error, JobFailed):
-                self._progress.tell(succeeded=False)
+                self._progress.report(succeeded=False)
             raise
         self.close()
-        self._progress.tell(succeeded=True)
+        self._progress.report(succeeded=True)
 
-    def look(self) -> bool:
-        """Whether the job has succeeded. Raises JobFailed when it has failed or ran out of time."""
+    def poll(self) -> bool:
+        """Check the job once, and return whether it has succeeded.
+
+        Raises JobFailed if the job has failed, no longer exists, or has run out of time.
+        """
         job, jobs = self.job, self.jobs
-        found, pods = jobs.get(job.name), jobs.pods(job.name)
-        if found is None:
-            raise JobFailed(f"job '{job.name}' was deleted while it ran; run again to resume from its last checkpoint")
-        self._follow(pods)
-        self._say_pending(pods)
-        self._progress.tell()
-        self._seen |= {pod["metadata"]["uid"]: pod for pod in pods}
-        state, why = jobs.kind.state(found)
-        bad = look.failures(self._seen.values())
-        if state == "waiting" and not pods:
-            self._say_no_pods(why)
-        elif pods:
-            self._said.pop(job.name, None)
+        manifest, job_pods = jobs.get(job.name), jobs.pods(job.name)
+        if manifest is None:
+            raise JobFailed(
+                f"job '{job.name}' was deleted while it ran", "run again to resume from its last checkpoint"
+            )
+        state, reason = jobs.kind.state(manifest)
+        self._follow_logs(job_pods)
+        self._report_pending_pods(job_pods)
+        self._progress.report()
+        if job_pods:
+            self._last_reported.pop(job.name, None)
+        elif state == "waiting":
+            self._report_no_pods(reason)
         if state == "succeeded":
             return True
+        self._last_seen |= {pod["metadata"]["uid"]: pod for pod in job_pods}
+        failures = pods.failures(self._last_seen.values())
         if state == "failed":
-            self.close()
-            raise _failed(job.name, bad, why)
-        if any(failure.words.get("user_error") for failure in bad):  # a restart would meet the same bad input
+            raise explain(job.name, failures, reason)
+        if any(failure.user_error for failure in failures):  # a restarted pod would fail in the same way
             _delete(job.name, jobs)
-            raise _failed(job.name, bad, why)
-        now = time.monotonic()
-        if self.started_at is None and len(pods) == job.num_nodes and all(map(look.is_running, pods)):
-            self.started_at = now
-            log.info("train: all %d pods run", len(pods))
-        if self.started_at is None and now - self.created_at > job.start_seconds:
-            self._give_up(f"did not start within {job.start_seconds} s: {self._waits()}")
-        if self._stuck_since and now - min(self._stuck_since.values()) > STUCK_SECONDS:
-            self._give_up(f"waits for something that does not come: {self._waits()}")
-        if now - self.created_at > job.deadline_seconds:
-            _delete(job.name, jobs)
-            raise JobFailed(f"job '{job.name}' took longer than {job.deadline_seconds} s and was deleted; raise "
-                            "resources.deadline_seconds, and run again to resume")  # fmt: skip
+            raise explain(job.name, failures, reason)
+        self._check_time_limits(job_pods)
         return False
 
-    def close(self, seconds: float = 2 * CALL_TIMEOUT[0]) -> None:
-        """Read what is left of the logs, for so many seconds at most."""
-        for thread in self._logs.values():
-            thread.end()
-        give_up = time.monotonic() + seconds
-        for thread in self._logs.values():
-            thread.join(timeout=max(0, give_up - time.monotonic()))
+    def close(self, seconds: float = 2 * CALL_TIMEOUT_SECONDS[0]) -> None:
+        """Print the rest of the logs, for at most `seconds`."""
+        for pod_log in self._logs.values():
+            pod_log.end()
+        give_up_at = time.monotonic() + seconds
+        for pod_log in self._logs.values():
+            pod_log.join(timeout=max(0, give_up_at - time.monotonic()))
 
-    def _waits(self) -> str:
-        return "; ".join(f"{name}: {reason}" for name, reason in sorted(self._said.items())) or "no pod exists"
+    def _check_time_limits(self, job_pods: list[dict[str, Any]]) -> None:
+        job, now = self.job, time.monotonic()
+        if not self.is_started and len(job_pods) == job.num_nodes and all(map(pods.is_running, job_pods)):
+            self.is_started = True
+            log.info("train: all %d pods are running", len(job_pods))
+        if not self.is_started and now - self.followed_since > job.start_seconds:
+            self._give_up(f"did not start within {job.start_seconds} s: {self._pending_reasons()}")
+        if self._stuck_since and now - min(self._stuck_since.values()) > STUCK_SECONDS:
+            self._give_up(f"was stuck for {STUCK_SECONDS} s: {self._pending_reasons()}")
+        if now - self.followed_since > job.deadline_seconds:
+            _delete(job.name, self.jobs)
+            raise JobFailed(
+                f"job '{job.name}' took longer than {job.deadline_seconds} s and was deleted",
+                "raise resources.deadline_seconds, and run again to resume",
+            )
 
-    def _give_up(self, why: str) -> None:
+    def _pending_reasons(self) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in sorted(self._last_reported.items())) or "no pod exists"
+
+    def _give_up(self, reason: str) -> None:
         _delete(self.job.name, self.jobs)
-        raise JobFailed(explain(self.job.name, [], why))
+        raise explain(self.job.name, [], reason)
 
-    def _follow(self, pods: list[dict[str, Any]]) -> None:
-        cluster = self.jobs.cluster
-        for pod in pods:
-            key = look.pod_name(pod), str(pod["metadata"].get("uid"))
-            begun = any("waiting" not in (c.get("state") or {}) or c.get("restartCount") for c in look.statuses(pod))
-            if key not in self._logs and begun:
-                show = partial(self._show, key[0].removeprefix(f"{self.job.name}-"))
-                container = self.jobs.kind.CONTAINER
-                self._logs[key] = PodLog(lambda: cluster.core, cluster.namespace, key[0], container, show)
+    def _follow_logs(self, job_pods: list[dict[str, Any]]) -> None:
+        """Start a thread for the log of each pod that has started since the last poll."""
+        cluster, container = self.jobs.cluster, self.jobs.kind.CONTAINER
+        for pod in job_pods:
+            name = pods.pod_name(pod)
+            key = name, str(pod["metadata"].get("uid"))
+            if key not in self._logs and pods.has_started(pod):
+                show = partial(self._print_line, name.removeprefix(f"{self.job.name}-"))
+                self._logs[key] = PodLog(lambda: cluster.core, cluster.namespace, name, container, show)
                 self._logs[key].start()
             if key in self._logs:
-                self._logs[key].restarts = sum(c.get("restartCount") or 0 for c in look.statuses(pod))
+                self._logs[key].num_restarts = pods.num_restarts(pod)
 
-    def _show(self, prefix: str, line: str) -> None:
-        with self._print:
-            self._progress.read(line)
-            print(line if line.startswith("[rank ") else f"[{prefix}] {line}", file=sys.stderr, flush=True)
+    def _print_line(self, pod: str, line: str) -> None:
+        """Print a line of a pod's log. The ranks' lines have a prefix already; torchrun's lines get the pod's name."""
+        with self._print_lock:
+            print(line if line.startswith("[rank ") else f"[{pod}] {line}", file=sys.stderr, flush=True)
 
-    def _say(self, name: str, why: str, line: str) -> None:
-        """Log the line, when what the pod or the job waits for is not what was said last."""
-        if self._said.get(name) != why:
-            self._said[name] = why
+    def _report_once(self, name: str, reason: str, line: str) -> None:
+        """Log the line unless the same reason was the last one reported for this pod or job."""
+        if self._last_reported.get(name) != reason:
+            self._last_reported[name] = reason
             log.info("%s", line)
 
-    def _say_no_pods(self, why: str) -> None:
-        if not why and time.monotonic() - self.created_at > NO_PODS_SECONDS:
-            why = f"it has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {self.job.name}"
-        if why:
-            self._say(self.job.name, why, f"train: job {self.job.name} is held back: {why}")
+    def _report_no_pods(self, reason: str) -> None:
+        name = self.job.name
+        if not reason and time.monotonic() - self.followed_since > NO_PODS_SECONDS:
+            reason = f"it has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {name}"
+        if reason:
+            self._report_once(name, reason, f"train: job {name} is held back: {reason}")
 
-    def _say_pending(self, pods: list[dict[str, Any]]) -> None:
-        for pod in pods:
-            name, waits = look.pod_name(pod), look.why_pending(pod)
-            if waits is not None and (waits[0] in ("image", "configuration") or NO_CLAIM.search(waits[1])):
+    def _report_pending_pods(self, job_pods: list[dict[str, Any]]) -> None:
+        for pod in job_pods:
+            name, pending = pods.pod_name(pod), pods.why_pending(pod)
+            if pending is None:
+                self._stuck_since.pop(name, None)
+                self._last_reported.pop(name, None)
+                continue
+            problem, reason = pending
+            if problem in ("image", "configuration") or CLAIM_NOT_FOUND.search(reason):
                 self._stuck_since.setdefault(name, time.monotonic())
             else:
                 self._stuck_since.pop(name, None)
-            if waits is None:
-                self._said.pop(name, None)
-            else:
-                self._say(name, waits[1], f"train: pod {name} waits ({waits[0]}): {waits[1]}")
-
-
-def _failed(name: str, failures: list[look.Failure], why: str) -> JobFailed:
-    bad_input = any(failure.words.get("user_error") for failure in failures)
-    return (BadInput if bad_input else JobFailed)(explain(name, failures, why))
+            self._report_once(name, reason, f"train: pod {name} waits ({problem}): {reason}")

@@ -1,16 +1,18 @@
-"""What a training job is, whichever back end runs it."""
+"""A training job, independent of the back end that runs it."""
 
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tailtune.errors import UserError
 
 
 @dataclass(frozen=True)
 class PodSpec:
-    """What one node of the job is, on a cluster. Quantities are Kubernetes' own (`20Gi`, `6`)."""
+    """One node of a job on a cluster. Quantities are written as in Kubernetes (`20Gi`, `6`)."""
 
     image: str
     cpu: str
@@ -18,13 +20,13 @@ class PodSpec:
     cpu_request: str
     memory_request: str
     gpu: str
-    """Name of the GPU resource, of which a pod asks one per rank; empty for training on the CPU."""
+    """Name of the GPU resource; a pod requests one GPU per rank. Empty for training on the CPU."""
     volumes: tuple[tuple[str, str], ...]
-    """(claim, the directory where every pod sees it)."""
+    """(claim, mount path) pairs, the same in every pod."""
     kind: str = "auto"
-    """`pytorchjob`, `trainjob`, or what the cluster has."""
+    """`pytorchjob`, `trainjob`, or `auto` for the first one that the cluster has."""
     queue: str = ""
-    """Kueue's LocalQueue."""
+    """Kueue LocalQueue; empty for none."""
     tolerations: tuple[Mapping[str, str], ...] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,45 +41,59 @@ class Job:
     num_nodes: int = 1
     ranks_per_node: int = 1
     max_restarts: int = 0
-    """Restarts of all ranks after one has died, before the job counts as failed."""
+    """How often all ranks are restarted after one has died, before the job counts as failed."""
     shutdown_seconds: int = 300
-    """Time between SIGTERM and SIGKILL: long enough for a checkpoint."""
+    """Time between SIGTERM and SIGKILL; it has to be enough to save a checkpoint."""
     environment: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Run, recipe and stage; valid as values of Kubernetes labels."""
+    """Run, recipe and stage, as valid Kubernetes label values."""
     start_seconds: int = 3600
-    """How long all pods may take until they run."""
+    """How long it may take until all pods are running."""
     deadline_seconds: int = 24 * 3600
     """How long the whole job may take."""
     pod: PodSpec | None = None
-    """None for jobs of this machine."""
+    """None for a job on this machine."""
+    progress_path: Path | None = None
+    """File that rank 0 keeps up to date with the training's progress (progress.py); None if it writes none."""
+
+    def clear_progress(self) -> None:
+        """Delete the progress of an earlier attempt, so that it is not taken for that of a new job."""
+        if self.progress_path:
+            self.progress_path.unlink(missing_ok=True)
 
 
 class JobFailed(UserError):
-    """A job that did not succeed: the first failing rank, its exit status, and what to look at."""
+    """A job did not succeed: the rank that failed first, its exit status, and what to do."""
 
 
 class BadInput(JobFailed):
-    """A job that would fail in the same way again: the line that a rank wrote for the user."""
+    """A job failed because of its input, as one of its ranks reported. Another attempt would fail in the same way."""
 
 
-NAME_LENGTH = 40
-"""Leaves room for what operators add: pods are called NAME-worker-12, at most 63 characters."""
+def parse_user_error(value: Any) -> UserError | None:
+    """The error that a rank reported as `{"problem": …, "remedy": …}`; None for anything else."""
+    if not isinstance(value, dict) or not value.get("problem"):
+        return None
+    return UserError(str(value["problem"]), str(value.get("remedy") or ""))
+
+
+MAX_NAME_LENGTH = 40
+"""Leaves room for what operators append: pods are called NAME-worker-12, with at most 63 characters."""
 
 
 def job_name(run: str, stage: str) -> str:
-    """The same DNS label (RFC 1123) for the same run and stage, so that a retried step finds its job."""
+    """A DNS label (RFC 1123) that depends only on run and stage, so that a retried step finds its job."""
     text = re.sub(r"[^a-z0-9]+", "-", f"{run}-{stage}".lower()).strip("-")
     digest = hashlib.sha256(f"{run}/{stage}".encode()).hexdigest()[:8]
-    head = text[: NAME_LENGTH - len(digest) - 1].strip("-")
-    head = head if head[:1].isalpha() else f"t{head}"[: NAME_LENGTH - len(digest) - 1].strip("-")
+    head = text[: MAX_NAME_LENGTH - len(digest) - 1].strip("-")
+    head = head if head[:1].isalpha() else f"t{head}"[: MAX_NAME_LENGTH - len(digest) - 1].strip("-")
     return f"{head}-{digest}"
 
 
 def label_value(text: str) -> str:
-    """The text as a value of a Kubernetes label: letters, digits, '-', '_', '.', at most 63.
+    """The text as a Kubernetes label value: letters, digits, '-', '_' and '.', at most 63 characters.
 
-    Another text has another value: one that had to be changed carries a digest.
+    Different texts have different values: a text that has to be changed gets a digest appended.
     """
     value = re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

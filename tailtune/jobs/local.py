@@ -8,7 +8,7 @@ from tailtune.jobs.torchrun import run_torchrun
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs of this machine; asks the driver, because importing torch takes seconds."""
+    """Number of NVIDIA GPUs in this machine. Asks the driver, because importing torch takes seconds."""
     import pynvml
 
     try:
@@ -19,22 +19,22 @@ def count_gpus() -> int:
 
 
 def share_cores() -> None:
-    """Make waiting OpenMP threads sleep. Call it before torch is imported.
+    """Let OpenMP threads sleep while they wait. Call this before torch is imported.
 
-    By default they spin. Alone on the machine that is a little faster, but beside another program a
+    By default they spin. That is a little faster when nothing else runs on the machine, but next to another program a
     step of a small model takes up to 2.6 times as long (BENCHMARKS.md, "Busy cores").
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def run_job(job: Job) -> None:
-    """Run a job to its end. Raises JobFailed; a SIGTERM or SIGINT is passed to torchrun first.
+    """Run a job until it has ended. Raises JobFailed. SIGTERM and SIGINT are forwarded to torchrun.
 
-    Ranks that were restarted resume from their last complete checkpoint.
+    Restarted ranks resume from their last complete checkpoint.
     """
-    if job.num_nodes != 1:
-        raise JobFailed(f"resources.num_nodes is {job.num_nodes}, but this machine is one node; set -p num_nodes=1")
-    ended = run_torchrun(
+    assert job.num_nodes == 1, "the resolve step checks it"
+    job.clear_progress()
+    result = run_torchrun(
         ["--standalone", "--nnodes=1"],
         job.module,
         job.args,
@@ -44,10 +44,10 @@ def run_job(job: Job) -> None:
         environment=job.environment,
         show=lambda line: print(line, end="", file=sys.stderr, flush=True),
     )
-    if ended.user_error:
-        raise JobFailed(ended.user_error)
-    if ended.stopped:
-        raise JobFailed(f"job '{job.name}' was stopped by a signal; run again to resume from its checkpoint")
-    if ended.status:
-        output = "\n".join(f"    {line}" for line in ended.last_lines)
-        raise JobFailed(f"job '{job.name}' failed: {ended.failure}; its last lines:\n{output}")
+    if result.user_error:
+        raise JobFailed(result.user_error.problem, result.user_error.remedy)
+    if result.stopped:
+        raise JobFailed(f"job '{job.name}' was stopped by a signal", "run again to resume from its checkpoint")
+    if result.status:
+        output = "\n".join(f"    {line}" for line in result.last_lines)
+        raise JobFailed(f"job '{job.name}' failed: {result.failure}; its last lines:\n{output}")

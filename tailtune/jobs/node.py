@@ -1,8 +1,8 @@
-"""What every pod of a job runs: torchrun, told its place in the job, and its last words for the launcher.
+"""The command of every pod of a job: torchrun for the pod's ranks, and a termination message for the launcher.
 
-The operator (PyTorchJob or TrainJob) says in the environment how many nodes there are, which one this
-is and where the first one is. Nodes meet by torchrun's c10d rendezvous on the first one, because only
-that lets all ranks start again when one dies.
+The operator (of PyTorchJob or TrainJob) sets environment variables with the number of nodes, this node's number and the
+first node's address. Nodes meet through torchrun's c10d rendezvous on the first one: with static rendezvous, only the
+ranks of one node would restart when a rank dies.
 """
 
 import json
@@ -18,11 +18,11 @@ from tailtune.log import configure, log
 from tailtune.signals import STOPPED
 
 TERMINATION_LOG = "/dev/termination-log"
-"""Where Kubernetes reads a container's last words, up to 4,096 bytes."""
+"""File from which Kubernetes reads a container's termination message, up to 4,096 bytes."""
 
 
 def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str]) -> list[str]:
-    """The node's place in the job, as torchrun's options. Raises KeyError for what the operator did not set."""
+    """torchrun's options for this node of the job. Raises KeyError for a variable that the operator did not set."""
     first = environment.get("PET_MASTER_ADDR") or environment["MASTER_ADDR"]
     port = environment.get("PET_MASTER_PORT") or environment["MASTER_PORT"]
     is_first = environment["PET_NODE_RANK"] == "0"
@@ -31,7 +31,7 @@ def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={first}:{port}",
         f"--rdzv-id={job}",
-        # by name the first node might not know itself; others may still wait for their image
+        # is_host: the first node might not recognise itself by name. Timeouts: others may still pull their image
         f"--rdzv-conf=is_host={int(is_first)},join_timeout={start_seconds},timeout={start_seconds}",
         # other pods cannot resolve this one's name
         *([f"--local-addr={environment['POD_IP']}"] if environment.get("POD_IP") else []),
@@ -39,11 +39,13 @@ def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str
     ]
 
 
-def termination_message(ended: TorchrunResult, limit: int = 4000) -> str:
-    """JSON for the launcher: what failed, and as many of the last lines as fit."""
-    lines = list(ended.last_lines)
+def termination_message(result: TorchrunResult, limit: int = 4000) -> str:
+    """JSON for the launcher: what failed, and as many of the last lines as fit into `limit` characters."""
+    error = result.user_error
+    user_error = {"problem": error.problem, "remedy": error.remedy} if error else None
+    lines = list(result.last_lines)
     while True:
-        text = json.dumps({"status": ended.status, "user_error": ended.user_error, "failure": ended.failure,
+        text = json.dumps({"status": result.status, "user_error": user_error, "failure": result.failure,
                            "lines": lines})  # fmt: skip
         if len(text) <= limit or not lines:
             return text
@@ -61,7 +63,7 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
          args: tuple[str, ...]) -> None:  # fmt: skip
     """Run this pod's ranks of a job."""
     configure()
-    ended = run_torchrun(
+    result = run_torchrun(
         torchrun_options(job, start_seconds, os.environ),
         module,
         args,
@@ -71,13 +73,13 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
         environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "},
         show=lambda line: print(line, end="", flush=True),
     )
-    if ended.status and not ended.stopped:
+    if result.status and not result.stopped:
         path = Path(os.environ.get("TERMINATION_LOG", TERMINATION_LOG))
         try:
-            path.write_text(termination_message(ended))
-        except OSError as error:  # the launcher then reads the log's end instead
+            path.write_text(termination_message(result))
+        except OSError as error:  # the launcher then reads the end of the log instead
             log.warning("train: cannot write %s: %s", path, error.strerror)
-    sys.exit(STOPPED if ended.stopped and ended.status else ended.status)
+    sys.exit(STOPPED if result.stopped and result.status else result.status)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The pods of a job: their template, and what their status says to a person.
+"""The pods of a job: their template, and what their status means.
 
-Everything here is Kubernetes' own JSON, so that one template serves both kinds of job.
+Everything here is plain Kubernetes JSON, so that both kinds of job share it.
 """
 
 import json
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tailtune.jobs.job import Job
+from tailtune.errors import UserError
+from tailtune.jobs.job import Job, parse_user_error
 
 SCRATCH = "/tmp"
 CACHES = {
@@ -18,16 +19,24 @@ CACHES = {
     "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
     "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
 }
-"""A random user without a home: everything that writes beside the volumes writes into scratch space."""
+"""OpenShift gives pods a random user without a home directory: all caches go to scratch space."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SECONDS_AFTER_CHECKPOINT = 30
 
 
+def job_metadata(job: Job, annotations: Mapping[str, str]) -> dict[str, Any]:
+    """Name, labels (with the queue, if there is one) and annotations of a job."""
+    assert job.pod is not None
+    queue = {QUEUE_LABEL: job.pod.queue} if job.pod.queue else {}
+    return {"name": job.name, "labels": {**job.labels, **queue}, "annotations": dict(annotations)}
+
+
 def pod_template(job: Job, container: str) -> dict[str, Any]:
-    """A pod of the job that passes the restricted Pod Security Standard; `container` is the operator's name for it."""
+    """The job's pod, which satisfies the restricted Pod Security Standard. `container` is the name that the operator
+    expects."""
     pod = job.pod
     assert pod is not None
     claims = dict.fromkeys(claim for claim, _ in pod.volumes)
-    mounts = pod.volumes
     gpus = {pod.gpu: str(job.ranks_per_node)} if pod.gpu else {}
     environment = {**CACHES, **job.environment}
     return {
@@ -68,7 +77,7 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
                     },
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     "volumeMounts": [
-                        *({"name": name, "mountPath": path} for name, path in mounts),
+                        *({"name": name, "mountPath": path} for name, path in pod.volumes),
                         {"name": "shared-memory", "mountPath": "/dev/shm"},
                         {"name": "scratch", "mountPath": SCRATCH},
                     ],
@@ -83,42 +92,60 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- what their status says ------------------------------------------------------------------------
+# ---- the pods' status -------------------------------------------------------------------------------
 
 WAITING = {
     "ImagePullBackOff": "image", "ErrImagePull": "image", "InvalidImageName": "image", "ErrImageNeverPull": "image",
     "ImageInspectError": "image", "CreateContainerConfigError": "configuration",
     "CreateContainerError": "configuration",
 }  # fmt: skip
-"""Reason of a waiting container that does not go away by itself → what is wrong."""
+"""Reasons for which a container waits and that do not resolve themselves, with what is wrong."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A container of a rank that ended badly."""
+    """A container that ended with an error."""
 
     pod: str
     exit_code: int
     reason: str
-    """Kubernetes' word: OOMKilled, Error, Evicted…"""
-    words: Mapping[str, Any]
-    """What `tailtune.jobs.node` wrote, or the end of the log as `{"lines": […]}`."""
+    """Kubernetes' reason: OOMKilled, Error, Evicted…"""
+    report: Mapping[str, Any]
+    """The termination message that `tailtune.jobs.node` wrote, or the end of the log as `{"lines": […]}`."""
+
+    @property
+    def user_error(self) -> UserError | None:
+        """The error that a rank reported about its input, if any."""
+        return parse_user_error(self.report.get("user_error"))
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:
+    """The pod's name."""
     return str(pod["metadata"]["name"])
 
 
-def statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def container_statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The status of each container; empty until the pod is on a node."""
     return list((pod.get("status") or {}).get("containerStatuses") or [])
 
 
 def is_running(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod is in the phase Running."""
     return (pod.get("status") or {}).get("phase") == "Running"
 
 
+def has_started(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod's container has run, so that it has a log."""
+    return any("waiting" not in (c.get("state") or {}) or c.get("restartCount") for c in container_statuses(pod))
+
+
+def num_restarts(pod: Mapping[str, Any]) -> int:
+    """How often the pod's container was restarted."""
+    return sum(status.get("restartCount") or 0 for status in container_statuses(pod))
+
+
 def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(what, in words) a pod waits for; None when it runs or has ended. `what` is a class of failure."""
+    """(class of problem, reason in words) for a pod that is pending; None for one that is running or has ended."""
     status = pod.get("status") or {}
     if status.get("phase") not in (None, "Pending"):
         return None
@@ -126,7 +153,7 @@ def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message") or condition.get("reason") or "not scheduled"
             return ("volume" if "volume" in message.lower() else "scheduling"), message
-    for container in statuses(pod):
+    for container in container_statuses(pod):
         waiting = (container.get("state") or {}).get("waiting")
         if waiting:
             reason = waiting.get("reason") or "waiting"
@@ -136,30 +163,33 @@ def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def failures(pods: Iterable[Mapping[str, Any]]) -> list[Failure]:
-    """Containers that ended badly, restarted ones too, first come first."""
-    found = []
+    """The containers that ended with an error, in the order in which they ended.
+
+    This includes the last failure of a container that was restarted since.
+    """
+    timed_failures = []
     for pod in pods:
         status = pod.get("status") or {}
         ends = [
             (container.get(state) or {}).get("terminated")
-            for container in statuses(pod)
+            for container in container_statuses(pod)
             for state in ("lastState", "state")
         ]
         for end in filter(None, ends):
             if end.get("exitCode"):
-                failure = Failure(pod_name(pod), int(end["exitCode"]), str(end.get("reason") or "Error"),
-                                  _words(end.get("message") or ""))  # fmt: skip
-                found.append((str(end.get("finishedAt") or ""), failure))
-        if not any(ends) and status.get("phase") == "Failed":  # evicted before or while it ran
-            failure = Failure(pod_name(pod), 1, str(status.get("reason") or "Failed"),
-                              {"failure": status.get("message") or "", "lines": []})  # fmt: skip
-            found.append(("", failure))
-    return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+                report = _parse_report(end.get("message") or "")
+                failure = Failure(pod_name(pod), int(end["exitCode"]), str(end.get("reason") or "Error"), report)
+                timed_failures.append((str(end.get("finishedAt") or ""), failure))
+        if not any(ends) and status.get("phase") == "Failed":  # evicted, with or without having run
+            report = {"failure": status.get("message") or "", "lines": []}
+            failure = Failure(pod_name(pod), 1, str(status.get("reason") or "Failed"), report)
+            timed_failures.append(("", failure))
+    return [failure for _, failure in sorted(timed_failures, key=lambda pair: pair[0])]
 
 
-def _words(message: str) -> dict[str, Any]:
+def _parse_report(message: str) -> dict[str, Any]:
     try:
-        words = json.loads(message)
+        report = json.loads(message)
     except ValueError:
         return {"lines": message.splitlines()}
-    return words if isinstance(words, dict) else {"lines": [message]}
+    return report if isinstance(report, dict) else {"lines": [message]}

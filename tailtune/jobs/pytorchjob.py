@@ -1,4 +1,4 @@
-"""PyTorchJob of the Training Operator, through the kubeflow-training SDK."""
+"""PyTorchJob of the Training Operator, built with the models of the kubeflow-training SDK."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,25 +12,23 @@ from kubeflow.training import (
 from kubernetes import client
 
 from tailtune.jobs.job import Job
-from tailtune.jobs.pods import pod_template
+from tailtune.jobs.pods import job_metadata, pod_template
 
 KIND, GROUP, VERSION, PLURAL = "PyTorchJob", "kubeflow.org", "v1", "pytorchjobs"
 CONTAINER = "pytorch"
-"""The operator knows the training container by this name."""
+"""Name that the operator expects for the training container."""
 POD_SELECTOR = "training.kubeflow.org/job-name={name}"
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-PROGRESS = ""
-"""The dashboard reads no progress of this kind."""
+PROGRESS_ANNOTATION = ""
+"""None: the dashboard shows no progress for this kind."""
 KEEP_SECONDS = 7 * 24 * 3600
-"""How long a finished job stays, with its pods' logs."""
+"""How long a finished job is kept, with its pods' logs."""
 
 
 def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str] = ()) -> KubeflowOrgV1PyTorchJob:
-    """1 Master and num_nodes - 1 Workers, all with the same pod."""
-    assert job.pod is not None
+    """The manifest: one Master and `num_nodes - 1` Workers, all with the same pod."""
 
     def replicas(count: int) -> KubeflowOrgV1ReplicaSpec:
-        # OnFailure: a pod that dies starts again and joins the others, which resume from the last checkpoint
+        # OnFailure: a container that dies is restarted and rejoins the others; all resume from the last checkpoint
         return KubeflowOrgV1ReplicaSpec(
             replicas=count, restart_policy="OnFailure", template=pod_template(job, CONTAINER)
         )
@@ -41,13 +39,9 @@ def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str]
     return KubeflowOrgV1PyTorchJob(
         api_version=f"{GROUP}/{VERSION}",
         kind=KIND,
-        metadata=client.V1ObjectMeta(
-            name=job.name,
-            labels={**job.labels, **({QUEUE_LABEL: job.pod.queue} if job.pod.queue else {})},
-            annotations=dict(annotations),
-        ),
+        metadata=client.V1ObjectMeta(**job_metadata(job, annotations)),
         spec=KubeflowOrgV1PyTorchJobSpec(
-            nproc_per_node=str(job.ranks_per_node),  # `auto` takes the host's CPUs
+            nproc_per_node=str(job.ranks_per_node),  # `auto` counts the host's CPUs
             run_policy=KubeflowOrgV1RunPolicy(
                 clean_pod_policy="Running",
                 ttl_seconds_after_finished=KEEP_SECONDS,
@@ -60,10 +54,9 @@ def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str]
 
 
 def state(manifest: Mapping[str, Any]) -> tuple[str, str]:
-    """(`waiting`, `running`, `succeeded` or `failed`; why) of a PyTorchJob as the API returns it."""
+    """State (`waiting`, `running`, `succeeded` or `failed`) and reason of a PyTorchJob as the API returns it."""
     conditions = {c["type"]: c for c in (manifest.get("status") or {}).get("conditions") or [] if c["status"] == "True"}
-    for kind, word in (("Succeeded", "succeeded"), ("Failed", "failed"), ("Running", "running")):
+    for kind, name in (("Succeeded", "succeeded"), ("Failed", "failed"), ("Running", "running")):
         if kind in conditions:
-            return word, str(conditions[kind].get("message") or conditions[kind].get("reason") or "")
-    suspended = conditions.get("Suspended")
-    return "waiting", "waits for admission by the queue" if suspended else ""
+            return name, str(conditions[kind].get("message") or conditions[kind].get("reason") or "")
+    return "waiting", "waits for admission by the queue" if "Suspended" in conditions else ""

@@ -1,4 +1,4 @@
-"""torchrun as a child process: its ranks' lines passed on, its failure explained. On a laptop and in every pod."""
+"""torchrun as a child process, on a laptop and in every pod: forwards its ranks' lines and explains a failure."""
 
 import os
 import re
@@ -15,16 +15,15 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from tailtune.errors import UserError
 from tailtune.files import read_json
-from tailtune.log import LINE_PREFIX, log
+from tailtune.jobs.job import parse_user_error
+from tailtune.log import log
 from tailtune.signals import on_stop
 
-NUM_LAST_LINES = 60  # torchrun's account of a failure is about 20 lines
-USER_ERROR = re.compile(rf"^(?:\[rank \d+\] )?{re.escape(LINE_PREFIX)}train: error: (.*)")
-SHARED_LINE = re.compile(rf"(?:\[rank \d+\] )?{re.escape(LINE_PREFIX)}")
-"""Two ranks that write at once may share a line."""
-ACCOUNT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
-"""Where torchrun begins to tell of a failure."""
+NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
+REPORT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
+"""First line of torchrun's report of a failure."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,14 @@ class TorchrunResult:
     """How torchrun ended."""
 
     status: int
-    user_error: str | None
-    """The line that a rank wrote for the user, without its mark."""
+    user_error: UserError | None
+    """The error that a rank reported in TAILTUNE_ERROR_FILE."""
     stopped: bool
-    """Whether a signal asked for it."""
+    """Whether a signal requested the stop."""
     failure: str
-    """The rank that failed first, its exit status, and its exception; empty when none did."""
+    """The rank that failed first, its exit status, and its exception; empty if none failed."""
     last_lines: tuple[str, ...]
+    """The ranks' last lines, without torchrun's own report."""
 
 
 def run_torchrun(
@@ -52,14 +52,16 @@ def run_torchrun(
     environment: Mapping[str, str],
     show: Callable[[str], None],
 ) -> TorchrunResult:
-    """Run `python -m module args…` in some ranks of this machine; a SIGTERM or SIGINT is passed on first.
+    """Run `python -m module args…` in `ranks_per_node` processes on this machine.
 
-    Ranks that die are restarted, all together, up to `max_restarts` times. Bad input is not tried again.
+    After a rank has died, all ranks are restarted, up to `max_restarts` times. A rank that cannot work with its input
+    reports why in the file TAILTUNE_ERROR_FILE (`{"problem": …, "remedy": …}`) and exits; it is not restarted, because
+    it would fail again. The first SIGTERM or SIGINT is forwarded as SIGTERM, so that the ranks save a checkpoint.
     """
     last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
     user_error = None
     with tempfile.TemporaryDirectory() as folder:
-        error_file = Path(folder) / "error.json"
+        exception_path, user_error_path = Path(folder) / "exception.json", Path(folder) / "user_error.json"
         process = subprocess.Popen(
             [
                 sys.executable, "-m", *torchrun_module(metadata.version("torch"), shutdown_seconds),
@@ -72,10 +74,11 @@ def run_torchrun(
             ],
             env={
                 **os.environ,
-                **_threads(ranks_per_node),
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                **_num_threads(ranks_per_node),
+                "TORCHELASTIC_ERROR_FILE": str(exception_path),
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarts meet stale keys: pytorch issue 135712
                 **environment,
+                "TAILTUNE_ERROR_FILE": str(user_error_path),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,7 +88,7 @@ def run_torchrun(
         assert process.stdout is not None
 
         def stop(received: list[int]) -> None:
-            if len(received) == 1:  # Ctrl-C reaches the whole process group, and pipeline.py passes it on too
+            if len(received) == 1:  # Ctrl-C reaches the whole process group, and pipeline.py forwards it as well
                 log.info("train: signal %s: waiting for a checkpoint", signal.Signals(received[0]).name)
                 process.send_signal(signal.SIGTERM)
 
@@ -93,44 +96,44 @@ def run_torchrun(
             for line in process.stdout:
                 show(line)
                 last_lines.append(line.rstrip())
-                if user_error is None and (found := USER_ERROR.match(line)):
-                    user_error = SHARED_LINE.split(found[1])[0].strip()
-                    process.terminate()  # a restart would meet the same bad input
+                if user_error is None and (user_error := parse_user_error(read_json(user_error_path))):
+                    process.terminate()  # before torchrun restarts the ranks
             status = process.wait()
-        failure = first_failure("\n".join(last_lines), error_file, status) if status else ""
+        user_error = user_error or parse_user_error(read_json(user_error_path))
+        failure = first_failure("\n".join(last_lines), exception_path, status) if status else ""
     return TorchrunResult(status, user_error, bool(received), failure, own_lines(last_lines))
 
 
 def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
-    """The ranks' lines, without the account that torchrun writes below them."""
-    return tuple(takewhile(lambda line: not ACCOUNT.search(line), lines))
+    """The ranks' lines, without the report that torchrun writes below them."""
+    return tuple(takewhile(lambda line: not REPORT.search(line), lines))
 
 
-def first_failure(output: str, error_file: Path, status: int) -> str:
-    """The rank that failed first, its exit status, and its exception where it recorded one.
+def first_failure(output: str, exception_path: Path, status: int) -> str:
+    """The rank that failed first, its exit status, and its exception if it recorded one.
 
-    `output` ends with torchrun's own account, `error_file` is what a rank's exception left.
+    `output` ends with torchrun's own report; `exception_path` is the file in which torchrun records an exception.
     """
-    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)
-    if root is None:
+    root_cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)
+    if root_cause is None:
         return f"torchrun ended with status {status}"
-    code = int(root.group(2))
-    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-    recorded = read_json(error_file)
-    message = recorded.get("message") if isinstance(recorded, dict) else None
+    code = int(root_cause.group(2))
+    signal_name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+    record = read_json(exception_path)
+    message = record.get("message") if isinstance(record, dict) else None
     text = message.get("message", "") if isinstance(message, dict) else message or ""
     reason = f": {' '.join(text.split())[:500]}" if text else ""
-    return f"rank {root.group(1)} failed first, exit status {code}{name}{reason}"
+    return f"rank {root_cause.group(1)} failed first, exit status {code}{signal_name}{reason}"
 
 
 def torchrun_module(torch_version: str, shutdown_seconds: int) -> list[str]:
-    """The module that is torchrun, with how long ranks may take to stop: an option since torch 2.12."""
+    """The module to run as torchrun, with the time that ranks have to stop: an option only since torch 2.12."""
     if Version(torch_version) < Version("2.12"):
         return ["tailtune.train.torchrun_compat", str(shutdown_seconds)]
     return ["torch.distributed.run", f"--shutdown-timeout={shutdown_seconds}"]
 
 
-def _threads(ranks_per_node: int) -> dict[str, str]:
-    """Share the cores between the ranks; torchrun's own default is one thread each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node)))}
+def _num_threads(ranks_per_node: int) -> dict[str, str]:
+    """Divide the cores among the ranks; torchrun's own default is one thread per rank."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // ranks_per_node)))}

@@ -1,11 +1,11 @@
-"""The train step: launch a stage as a job, once."""
+"""The train step: turn a recipe's stage into a job and run it, unless its model is complete already."""
 
 from pathlib import Path
 
 from tailtune.errors import UserError
 from tailtune.files import read_json, write_json, write_text
 from tailtune.jobs import local
-from tailtune.jobs.job import BadInput, Job, JobFailed, PodSpec, job_name, label_value
+from tailtune.jobs.job import BadInput, Job, JobFailed, PodSpec, job_name, label_value, parse_user_error
 from tailtune.log import log
 from tailtune.manifest import read_manifest
 from tailtune.run import MOUNTS, Run
@@ -13,15 +13,15 @@ from tailtune.training_key import claim_checkpoints, training_key
 
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
-    """Train the recipe's stage and return `best_model/`; a finished one is left untouched.
+    """Train the recipe's stage and return `best_model/`. If that is complete already, it is left untouched.
 
-    `data_dir` holds `data.parquet` with its manifest, `model_dir` the base model. On a cluster the ranks
-    run in pods of `trainer_image`. Raises JobFailed, and UserError when the run's checkpoints come from
+    `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. On a cluster, the ranks run in
+    pods of `trainer_image`. Raises JobFailed if the job fails, and UserError if the run's checkpoints were made with
     other settings.
     """
     recipe = run.recipe
     if read_manifest(data_dir) is None:
-        raise UserError(f"{data_dir} holds no complete Parquet file; run the parquet step first")
+        raise UserError(f"{data_dir} holds no complete Parquet file", "run the parquet step first")
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
@@ -35,31 +35,34 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
         local.run_job(job)
     else:
         _run_on_cluster(run, job)
-    if read_manifest(run.best_model_dir, key) is None:  # succeeded, but not on the volume that is mounted here
-        raise JobFailed(f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model; mount the same volume "
-                        "in this step and in the job's pods")  # fmt: skip
+    if read_manifest(run.best_model_dir, key) is None:  # the job's pods have mounted another volume
+        raise JobFailed(
+            f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model",
+            "mount the same volume in this step and in the job's pods",
+        )
     return run.best_model_dir
 
 
 def _run_on_cluster(run: Run, job: Job) -> None:
-    """Run the job, unless it has failed in this run already in a way that another attempt would meet again.
+    """Run the job, unless an earlier attempt in the same pipeline run has failed because of its input.
 
-    The platform tries a step again whatever its reason, so the reason is left on the volume.
+    The pipeline server retries a failed step whatever the reason, so the reason is kept on the workspace volume.
     """
     from tailtune.jobs import follow, kubernetes
 
-    told = read_json(run.bad_input_path)
-    if told and told["pipeline_run"] == run.pipeline_run != "":
-        raise BadInput(told["message"])
+    earlier = read_json(run.bad_input_path)
+    if earlier and earlier["pipeline_run"] == run.pipeline_run != "" and (error := parse_user_error(earlier)):
+        raise BadInput(error.problem, error.remedy)
     try:
         follow.run_job(job, kubernetes.KubernetesClient())
     except BadInput as error:
-        write_json(run.bad_input_path, {"pipeline_run": run.pipeline_run, "message": str(error)})
+        failure = {"pipeline_run": run.pipeline_run, "problem": error.problem, "remedy": error.remedy}
+        write_json(run.bad_input_path, failure)
         raise
 
 
 def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, trainer_image: str) -> Job:
-    """The recipe's stage as a job."""
+    """The job that trains the recipe's stage."""
     recipe, resources, claims = run.recipe, run.recipe.resources, run.recipe.cluster
     stage = recipe.stages[0]
     labels = {
@@ -107,4 +110,5 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         start_seconds=resources.start_seconds,
         deadline_seconds=resources.deadline_seconds,
         pod=pod,
+        progress_path=run.models_dir / "progress.json",
     )

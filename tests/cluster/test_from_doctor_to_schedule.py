@@ -1,10 +1,11 @@
-"""A real cluster, with the commands that people type: from `doctor` to a scheduled run, each step after the other.
+"""The commands that people type, on a real cluster: from `doctor` to a scheduled run, one after the other.
 
     pytest --cluster tests/cluster
 
-needs a login (KUBECONFIG) to a project with a pipeline server, and the images of deploy/. It takes what the cluster
-takes; the runs are tiny and on the CPU. The pipeline's image has to hold a data set, or --cluster-parameter
-data_source= names one that the cluster can reach. Nothing stays but runs, models and data, all named clustertest-….
+needs a login (KUBECONFIG) to a project with a pipeline server, and the images of deploy/. How long it takes depends on
+the cluster; the runs are tiny and use only the CPU. The pipeline's image has to contain a data set, or
+--cluster-parameter data_source= names one that the cluster can reach. Only runs, models and data remain afterwards, all
+named clustertest-….
 """
 
 import os
@@ -29,14 +30,14 @@ TINY = (
     'resources.gpu=""', 'resources.cpu="2"', 'resources.cpu_request="1"', "resources.memory=4Gi",
     "resources.memory_request=2Gi", "gate.0.threshold=9", "gate.1.threshold=9", "gate.2.threshold=0",
 )  # fmt: skip
-"""A run that a busy project can bear, and that passes its gate."""
+"""Parameters of a run that needs few resources and passes its gate."""
 RUN_SECONDS = 3600
-"""How long a tiny run may take, from a place in the queue to its report."""
+"""How long a tiny run may take, from the queue to its report."""
 POLL_SECONDS = float(os.environ.get("TAILTUNE_TEST_POLL_SECONDS", "10"))
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """What a person types, in the project's root; shown where a test fails."""
+    """Run a command in the project's root. Its output is printed, and shown if the test fails."""
     done = subprocess.run(arguments, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
                           capture_output=True)  # fmt: skip
     print(f"$ {' '.join(arguments)}\n{done.stdout}{done.stderr}status {done.returncode}")
@@ -51,12 +52,12 @@ def tailtune(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return command(sys.executable, "-c", "from tailtune.cli import main; main()", *arguments)
 
 
-def wait_for(look: Callable[[], Any], seconds: float) -> Any:
-    give_up = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < give_up, f"not within {seconds:.0f} s"
+def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
+    give_up_at = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < give_up_at, f"not within {seconds:.0f} s"
         time.sleep(POLL_SECONDS)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -67,33 +68,33 @@ def name() -> str:
 @pytest.fixture(scope="module")
 def parameters(request: pytest.FixtureRequest) -> list[str]:
     given = [*TINY, *request.config.getoption("--cluster-parameter")]
-    return [part for one in given for part in ("-p", one)]
+    return [part for parameter in given for part in ("-p", parameter)]
 
 
 @pytest.fixture(scope="module")
 def server() -> pipeline_server.PipelineServer:
-    """kfp's client, for what has no command: terminating runs."""
+    """kfp's client, to terminate runs: there is no command for that."""
     return pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
 
 
 def runs_named(server: pipeline_server.PipelineServer, prefix: str) -> list[Any]:
-    found = server.call(server.client.list_runs, page_size=50, sort_by="created_at desc",
+    runs = server.call(server.client.list_runs, page_size=50, sort_by="created_at desc",
                         namespace=server.connection.namespace).runs or []  # fmt: skip
-    return [run for run in found if run.display_name.startswith(prefix)]
+    return [run for run in runs if run.display_name.startswith(prefix)]
 
 
 def terminate(server: pipeline_server.PipelineServer, run: Any) -> None:
     server.call(server.client.terminate_run, run.run_id)
 
 
-def test_the_doctor_finds_nothing_that_stops_a_run(parameters: list[str]) -> None:
+def test_the_doctor_finds_nothing_that_would_stop_a_run(parameters: list[str]) -> None:
     assert tailtune("doctor", *parameters).returncode == 0
 
 
-def test_the_cluster_would_take_what_is_in_deploy() -> None:
+def test_the_cluster_would_accept_the_manifests_in_deploy() -> None:
     client = shutil.which("oc") or shutil.which("kubectl")
     if client is None:
-        pytest.skip("neither oc nor kubectl is here")
+        pytest.skip("neither oc nor kubectl is installed")
     assert command(client, "apply", "-k", "deploy/", "--dry-run=server").returncode == 0
 
 
@@ -102,7 +103,7 @@ def test_a_run_succeeds(name: str, parameters: list[str]) -> None:
     assert done.returncode == 0 and "/#/runs/details/" in done.stdout
 
 
-def test_another_run_is_cancelled_and_its_job_with_it(name: str, parameters: list[str]) -> None:
+def test_cancelling_another_run_deletes_its_job(name: str, parameters: list[str]) -> None:
     other = f"{name}-cancelled"
     assert pipeline("--submit", "--run-name", other, *parameters, "-p", "epochs=500").returncode == 0
     try:
@@ -113,12 +114,12 @@ def test_another_run_is_cancelled_and_its_job_with_it(name: str, parameters: lis
     wait_for(lambda: not tailtune("cancel", other, "--dry-run").stdout.strip(), 600)
 
 
-def test_no_job_is_left_that_nobody_waits_for(name: str) -> None:
+def test_no_orphaned_job_is_left(name: str) -> None:
     done = tailtune("gc", "--dry-run")
     assert done.returncode == 0 and name not in done.stdout
 
 
-def test_a_schedule_that_is_made_twice_is_one_and_starts_runs(
+def test_a_schedule_that_is_created_twice_is_one_schedule_and_starts_runs(
     name: str, parameters: list[str], server: pipeline_server.PipelineServer
 ) -> None:
     schedule = f"{name}-schedule"

@@ -1,4 +1,4 @@
-"""The train step on a cluster: survival's recipe in two pods, over HTTP, with real training in the pods."""
+"""The train step on a cluster: the survival recipe in two pods, over HTTP, with real training in the pods."""
 
 import json
 import re
@@ -24,12 +24,11 @@ NUM_STEPS = 220
 LAUNCH = """
 import sys
 from pathlib import Path
-from tailtune.jobs import cluster
-from tailtune.jobs import trainjob
-from tailtune.jobs.training import train_stage
+from tailtune.jobs import follow
+from tailtune.jobs.train_step import train_stage
 from tailtune.log import step
 from tailtune.run import Run
-cluster.POLL_SECONDS = 0.3
+follow.POLL_SECONDS = 0.3
 with step("train"):
     train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), "registry/tailtune-trainer:1")
 """
@@ -45,7 +44,7 @@ def make_run(folder: Path, *, local: bool, **overrides: Any) -> Run:
     nodes = (1, 2) if local else (2, 1)
     recipe = tiny_recipe(**EPOCHS, **{"resources.num_nodes": nodes[0], "resources.ranks_per_node": nodes[1],
                                       "resources.gpu": ""}, **overrides)  # fmt: skip
-    # each directory is a run's own on a volume
+    # on a volume, each run has its own directory
     return Run(name="demo", recipe=recipe, local=local, data_dir=folder / "data" / "demo",
                models_dir=folder / "models" / "demo", workspace_dir=folder / "workspace" / "demo")  # fmt: skip
 
@@ -54,7 +53,7 @@ def start(run: Run, prepared: Path, server: Server) -> "subprocess.Popen[str]":
     return start_launcher(server, LAUNCH, run.to_json(), str(prepared / "data"), str(prepared / "base"))
 
 
-def steps_logged(server: Server) -> int:
+def num_steps_logged(server: Server) -> int:
     lines = [line for pods in list(server.pods.values()) for pod in pods for start in pod.lines for line in start]
     return sum("train: step" in line for line in lines)
 
@@ -85,14 +84,14 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
     assert max((tuned[name] - local_weights[name]).abs().max().item() for name in tuned) <= 1e-5
     (job,) = server.jobs.values()
     if kind == "trainjob":
-        status = json.loads(job["metadata"]["annotations"][trainjob.PROGRESS])
+        status = json.loads(job["metadata"]["annotations"][trainjob.PROGRESS_ANNOTATION])
         assert status["progressPercentage"] == 100 and status["totalSteps"] == NUM_STEPS
         assert set(status["trainMetrics"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
     assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "master-0"])
-def test_a_pod_that_dies_is_no_reason_to_stop(
+def test_a_pod_that_dies_restarts_and_the_training_resumes(
     server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], victim: str
 ) -> None:
     run = make_run(tmp_path, local=False, **{"stages.0.trainer.save_steps": 20, "stages.0.trainer.eval_steps": 20})
@@ -106,16 +105,16 @@ def test_a_pod_that_dies_is_no_reason_to_stop(
     assert summary["resumed_from_steps"] and summary["num_steps"] == NUM_STEPS
 
 
-def test_a_step_that_is_cancelled_while_it_trains_leaves_nothing(
+def test_a_step_that_is_cancelled_during_training_leaves_nothing_behind(
     server: Server, prepared: Path, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path, local=False)
-    process = start(run, prepared, server)
-    wait_until(lambda: steps_logged(server))
+    launcher = start(run, prepared, server)
+    wait_until(lambda: num_steps_logged(server))
     processes = [pod.process for pods in server.pods.values() for pod in pods]
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1 and "was stopped by signal 15 and deleted" in err
     wait_until(lambda: not server.jobs)
-    assert all(one is None or one.poll() is not None for one in processes)
+    assert all(process is None or process.poll() is not None for process in processes)
     assert not run.best_model_dir.exists()

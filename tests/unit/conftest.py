@@ -1,4 +1,4 @@
-"""The launcher's server, and what a step's log would hold."""
+"""Fixtures for tests of the launcher: a cluster, and what the launcher prints."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +22,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """What a step's log would hold: the ranks' lines, then the launcher's own."""
+    """Function that returns what a step's log would contain: the ranks' lines, then the launcher's own."""
     caplog.set_level("INFO", "tailtune")
     return lambda: capsys.readouterr().err + caplog.text

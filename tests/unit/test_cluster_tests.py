@@ -1,4 +1,4 @@
-"""tests/cluster itself, on the tests' servers: what has no cluster to run on would rot."""
+"""The tests in tests/cluster, run against the tests' own servers, so that they keep working without a cluster."""
 
 import os
 import subprocess
@@ -25,18 +25,18 @@ def run_pytest(*arguments: str, **environment: str) -> "subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, text=True, capture_output=True)
 
 
-def test_without_a_cluster_they_are_skipped_and_say_why() -> None:
+def test_without_a_cluster_they_are_skipped_with_a_reason() -> None:
     done = run_pytest()
     assert done.returncode == 0 and "6 skipped" in done.stdout and "oc login, then pytest --cluster" in done.stdout
 
 
-def test_they_pass_where_everything_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_pass_on_a_cluster_without_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pod_long.py").write_text(MODULES["long"])
     with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path)) as kubernetes, dashboard() as pipelines:
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
 
         def start(run: dict[str, Any]) -> None:
-            """The train step's part of a run that goes on."""
+            """Create the job of a running pipeline run, as its train step does."""
             if run["display_name"].endswith("-cancelled"):
                 labels = {"tailtune.io/run": run["display_name"], "app.kubernetes.io/managed-by": "tailtune"}
                 job = make_job("long", name=job_name(run["display_name"], "sft"), labels=labels)
@@ -47,6 +47,6 @@ def test_they_pass_where_everything_is_right(tmp_path: Path, monkeypatch: pytest
                           TAILTUNE_TOKEN=pipelines.token, TAILTUNE_TEST_POLL_SECONDS="0.2",
                           PATH=str(Path(sys.executable).parent))  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout and "neither oc nor kubectl is here" in done.stdout
+    assert "5 passed" in done.stdout and "neither oc nor kubectl is installed" in done.stdout
     assert len(pipelines.terminated) == 2 and not kubernetes.jobs and not pipelines.recurring
-    assert all(b"accelerator" not in file for file in pipelines.files.values()), "its runs need no GPU"
+    assert all(b"accelerator" not in file for file in pipelines.files.values()), "the runs need no GPU"

@@ -222,7 +222,7 @@ def test_cancelling_deletes_the_jobs_of_the_run_whatever_it_is_called(
         assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
         there.allowed = [one for one in there.allowed if one[1] != "kubeflow.org"]
         refused = invoke("--cancel", "mine")
-        assert refused.exit_code == 2 and "may not see training jobs" in refused.stderr
+        assert refused.exit_code == 2 and "not allowed to list training jobs" in refused.stderr
 
 
 def test_a_run_is_not_made_twice_when_its_answer_is_lost(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""The launcher on a cluster, over HTTP: what it does, and what it says when a cluster does what clusters do."""
+"""The launcher on a cluster, over HTTP: what it does and reports when things go wrong as they do on clusters."""
 
 import re
 import signal
@@ -12,7 +12,7 @@ import pytest
 import requests
 from http_server import NAMESPACE
 from kubernetes_server import Server
-from launchers import in_background, make_job, numbered, run, start_job, wait_until
+from launchers import in_background, line_numbers, make_job, run, start_job, wait_until
 
 from components.stop_jobs import stop_jobs
 from tailtune.errors import UserError
@@ -25,30 +25,32 @@ from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
 
 
-def test_all_ranks_lines_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
+def test_the_lines_of_all_ranks_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
     run(make_job("lines"))
     err = shown()
-    assert numbered(err, 0) == numbered(err, 1) == list(range(40))
+    assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40))
     assert "job a-run-sft-" in err and "created, 2 nodes x 1 ranks" in err
 
 
-def test_streams_that_break_in_mid_line_lose_and_repeat_nothing(server: Server, shown: Callable[[], str]) -> None:
+def test_no_line_is_lost_or_repeated_when_streams_break_in_the_middle_of_a_line(
+    server: Server, shown: Callable[[], str]
+) -> None:
     server.faults.drop_streams = [3, 9, 1, 20, 0, 15, 30] * 2
     run(make_job("lines"))
     err = shown()
-    assert numbered(err, 0) == numbered(err, 1) == list(range(40))
+    assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40))
 
 
 @pytest.mark.parametrize("statuses", [[500, 503, 502], [429, 429], [0, 0]], ids=["5xx", "429", "reset"])
-def test_an_api_in_trouble_is_waited_for(server: Server, statuses: list[int]) -> None:
-    server.faults.statuses = list(statuses)  # at the first calls, creation among them
-    timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and later
+def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[int]) -> None:
+    server.faults.statuses = list(statuses)  # for the first calls, including the creation
+    timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and again later
     run(make_job("lines"))
     timer.join()
     assert server.requests.count(f"POST /apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs") >= 1
 
 
-def test_an_expired_token_is_read_again(server: Server, shown: Callable[[], str]) -> None:
+def test_an_expired_token_is_replaced_by_the_new_one(server: Server, shown: Callable[[], str]) -> None:
     def expire() -> None:
         time.sleep(1)
         server.token = "second-token"
@@ -59,18 +61,18 @@ def test_an_expired_token_is_read_again(server: Server, shown: Callable[[], str]
     run(make_job("lines"))
     thread.join()
     err = shown()
-    assert numbered(err, 0) == list(range(40)) and "-token" not in err
+    assert line_numbers(err, 0) == list(range(40)) and "-token" not in err
 
 
-def test_a_token_that_stays_refused_asks_for_a_login(server: Server) -> None:
+def test_a_refused_login_is_reported_at_once(server: Server) -> None:
     server.token = "another"
     started = time.monotonic()
     with pytest.raises(ValueError, match="refuses the token; log in again with oc login"):
         run(make_job("lines"), api_seconds=600)
-    assert time.monotonic() - started < 20, "it is not waited for at the first call"
+    assert time.monotonic() - started < 20, "the first call is not retried"
 
 
-def test_a_pods_token_that_stays_refused_ends_the_waiting_soon(
+def test_a_pods_token_is_retried_only_for_a_short_time(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: Callable[[], str]
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "as in a pod")
@@ -81,7 +83,7 @@ def test_a_pods_token_that_stays_refused_ends_the_waiting_soon(
     monkeypatch.setattr(api.config, "load_incluster_config", lambda **kwargs: login(str(server.kubeconfig), **kwargs))
     server.token = "a newer one"
     timer = in_background(lambda: (time.sleep(1), server.write_kubeconfig()))
-    run(make_job("lines", num_nodes=1))  # the kubelet has brought the newer one meanwhile
+    run(make_job("lines", num_nodes=1))  # meanwhile the kubelet has renewed the token
     timer.join()
     assert "401 Unauthorized" in shown()
     server.token = "another"
@@ -92,7 +94,7 @@ def test_a_pods_token_that_stays_refused_ends_the_waiting_soon(
     assert time.monotonic() - started < 20
 
 
-def test_pods_that_wait_say_why_and_then_run(server: Server, shown: Callable[[], str]) -> None:
+def test_the_reason_for_pending_pods_is_reported(server: Server, shown: Callable[[], str]) -> None:
     server.faults.pending.set()
     timer = in_background(lambda: (time.sleep(1.5), server.faults.pending.clear()))
     run(make_job("lines"))
@@ -113,7 +115,7 @@ def test_pods_that_wait_say_why_and_then_run(server: Server, shown: Callable[[],
     ],
     ids=["no node", "no image", "no volume", "too long"],
 )  # fmt: skip
-def test_a_job_that_comes_to_nothing_is_deleted_and_explained(
+def test_a_job_that_cannot_run_or_takes_too_long_is_deleted_and_explained(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Server], None],
@@ -135,12 +137,12 @@ def test_a_job_that_comes_to_nothing_is_deleted_and_explained(
         ("user", r"^the data are no data; give data$"),
     ],
 )  # fmt: skip
-def test_a_failed_job_is_a_failure_that_names_rank_class_and_remedy(server: Server, module: str, message: str) -> None:
+def test_the_error_of_a_failed_job_names_rank_class_and_remedy(server: Server, module: str, message: str) -> None:
     with pytest.raises(JobFailed, match=message):
         run(make_job(module))
 
 
-def test_a_container_without_memory_is_explained(server: Server) -> None:
+def test_a_container_that_runs_out_of_memory_is_explained(server: Server) -> None:
     server.faults.exit_codes = {"worker-0": (137, "OOMKilled")}
     with pytest.raises(
         JobFailed, match=r"\(out of memory on the host\) in pod .*worker-0, OOMKilled: .*resources.memory"
@@ -148,13 +150,13 @@ def test_a_container_without_memory_is_explained(server: Server) -> None:
         run(make_job("long"))
 
 
-def test_a_pod_that_is_killed_starts_again_and_the_others_with_it(server: Server) -> None:
+def test_a_killed_pod_restarts_and_so_do_the_ranks_of_the_others(server: Server) -> None:
     server.faults.kill_pods = ["worker-0"]
     run(make_job("once", max_restarts=2))
     assert server.faults.kill_pods == []
 
 
-def test_a_job_that_somebody_deletes_is_a_failure(server: Server) -> None:
+def test_a_job_that_someone_deletes_is_a_failure(server: Server) -> None:
     job = make_job("long")
     timer = in_background(lambda: (time.sleep(3), server.delete_job(job.name)))
     with pytest.raises(JobFailed, match="was deleted while it ran; run again to resume"):
@@ -172,11 +174,11 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
 
 
 @pytest.mark.parametrize("trouble", [503, 0], ids=["5xx", "reset"])
-def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(server: Server, trouble: int) -> None:
+def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_the_api(server: Server, trouble: int) -> None:
     process = start_job(server)
     before = len(server.requests)
     server.faults.statuses = [trouble] * 1000
-    wait_until(lambda: len(server.requests) > before + 5)  # the waits between the tries grow to 30 s
+    wait_until(lambda: len(server.requests) > before + 5)  # the waits between attempts grow to 30 s
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.requests[-1].startswith("DELETE"), seconds=5)
     server.faults.statuses = []
@@ -185,106 +187,112 @@ def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_it(serve
     wait_until(lambda: not server.jobs)
 
 
-def test_a_step_that_cannot_delete_its_job_says_so(server: Server) -> None:
+def test_a_step_that_cannot_delete_its_job_reports_it(server: Server) -> None:
     process = start_job(server)
     server.faults.statuses = [503] * 1000
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)  # as long as a pod has
+    _, err = process.communicate(timeout=30)  # the time that a pod has
     assert process.returncode == 1 and "was stopped by signal 15 but could not be deleted: the cluster's API" in err
 
 
-def test_a_job_whose_creation_was_answered_by_nothing_is_followed(server: Server, shown: Callable[[], str]) -> None:
+def test_a_job_is_followed_although_the_response_to_its_creation_was_lost(
+    server: Server, shown: Callable[[], str]
+) -> None:
     server.faults.lost_answers = 1
     run(make_job("lines"))
     err = shown()
-    assert numbered(err, 0) == list(range(40)) and "is there already and" in err
+    assert line_numbers(err, 0) == list(range(40)) and "already exists and is" in err
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 2
 
 
-def test_lines_that_cannot_be_shown_are_no_secret_and_no_end(
+def test_lines_that_cannot_be_printed_are_reported_and_do_not_end_the_job(
     server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show = launcher.Follower._show
+    print_line = launcher.Follower._print_line
 
     def fail(self: launcher.Follower, prefix: str, line: str) -> None:
         if line.endswith(("line 7", "line 9")):
             raise ValueError("no such colour")
-        show(self, prefix, line)
+        print_line(self, prefix, line)
 
-    monkeypatch.setattr(launcher.Follower, "_show", fail)
+    monkeypatch.setattr(launcher.Follower, "_print_line", fail)
     run(make_job("lines", num_nodes=1))
     err = shown()
     assert err.count("lines may be missing (ValueError: no such colour)") == 1
-    assert numbered(err, 0) == [i for i in range(40) if i not in (7, 9)]
+    assert line_numbers(err, 0) == [i for i in range(40) if i not in (7, 9)]
 
 
-def test_a_retried_step_follows_the_job_that_is_there(server: Server, shown: Callable[[], str]) -> None:
+def test_a_retried_step_adopts_the_running_job(server: Server, tmp_path: Path, shown: Callable[[], str]) -> None:
     first = start_job(server)
-    first.kill()  # no time to delete anything
+    first.kill()  # SIGKILL: no time to delete the job
     first.wait()
     assert list(server.jobs) == [make_job("long").name]
     timer = in_background(
         lambda: (time.sleep(2), [p.signal(signal.SIGKILL) for ps in server.pods.values() for p in ps])
     )
-    with pytest.raises(JobFailed):  # the pods are killed: the job that is followed fails, and no other was made
-        run(make_job("long"))
+    (tmp_path / "progress.json").write_text("of the running job")
+    with pytest.raises(JobFailed):  # the pods are killed: the adopted job fails, and no other one is created
+        run(make_job("long", progress_path=tmp_path / "progress.json"))
     timer.join()
-    assert "is there already and" in shown()
+    assert "already exists and is" in shown() and (tmp_path / "progress.json").is_file()
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1
 
 
-def test_a_failed_job_of_an_earlier_attempt_is_replaced(server: Server, shown: Callable[[], str]) -> None:
+def test_a_failed_job_of_an_earlier_attempt_is_replaced(
+    server: Server, tmp_path: Path, shown: Callable[[], str]
+) -> None:
     with pytest.raises(JobFailed):
         run(make_job("raises"))
-    run(replace(make_job("lines"), name=make_job("raises").name))
-    assert "of an earlier attempt (failed) is replaced" in shown()
+    (tmp_path / "progress.json").write_text("of the failed job")
+    run(replace(make_job("lines"), name=make_job("raises").name, progress_path=tmp_path / "progress.json"))
+    assert "of an earlier attempt (failed) is replaced" in shown() and not (tmp_path / "progress.json").exists()
 
 
-def test_a_job_that_nobody_waits_for_is_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set, as in a pod; its token is not there, so the login is used")
-    there = KubernetesClient()
-    jobs = Jobs(there, pytorchjob)
+def test_orphaned_jobs_are_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set as in a pod, but without a token, so that the login is used")
+    client = KubernetesClient()
+    jobs = Jobs(client, pytorchjob)
     for run_name, pod in (("one", "step-one"), ("two", "step-two")):
         monkeypatch.setenv("HOSTNAME", pod)
         job = make_job("long", name=job_name(run_name, "sft"))
         jobs.create(replace(job, labels={"tailtune.io/run": run_name, "app.kubernetes.io/managed-by": "tailtune"}))
     server.step_pods = {"step-one": "Running", "step-two": "Running"}
-    assert collect_garbage(there) == []
+    assert collect_garbage(client) == []
     server.step_pods["step-one"] = "Failed"
     del server.step_pods["step-two"]
     orphans = [job_name("one", "sft"), job_name("two", "sft")]
-    assert sorted(collect_garbage(there, dry_run=True)) == sorted(orphans) == sorted(server.jobs)
-    assert cancel(there, run="two") == [job_name("two", "sft")]
-    assert collect_garbage(there) == [job_name("one", "sft")]
+    assert sorted(collect_garbage(client, dry_run=True)) == sorted(orphans) == sorted(server.jobs)
+    assert cancel(client, run="two") == [job_name("two", "sft")]
+    assert collect_garbage(client) == [job_name("one", "sft")]
     wait_until(lambda: not server.jobs)
 
 
-def test_the_last_step_of_a_run_deletes_its_own_jobs_alone(server: Server) -> None:
-    there = KubernetesClient()
+def test_the_last_step_of_a_run_deletes_only_its_own_jobs(server: Server) -> None:
+    client = KubernetesClient()
     for name, pipeline_run in (("a", "one"), ("b", "another of the same name")):
         labels = {"tailtune.io/run": "mine", "tailtune.io/pipeline-run": label_value(pipeline_run)}
         job = make_job("long", name=f"job-{name}", labels={**labels, "app.kubernetes.io/managed-by": "tailtune"})
-        Jobs(there, pytorchjob).create(job)
+        Jobs(client, pytorchjob).create(job)
     stop_jobs.python_func(job_id="one")
     wait_until(lambda: list(server.jobs) == ["job-b"])
     stop_jobs.python_func(job_id="one")
     assert list(server.jobs) == ["job-b"]
 
 
-def test_an_account_that_may_not_look_does_not_see_nothing(server: Server) -> None:
-    server.allowed = [one for one in server.allowed if one[1] != "kubeflow.org"]
-    with pytest.raises(UserError, match="this account may not see training jobs in lyric-professor: 403"):
+def test_missing_permission_to_list_jobs_is_an_error(server: Server) -> None:
+    server.allowed = [rule for rule in server.allowed if rule[1] != "kubeflow.org"]
+    with pytest.raises(UserError, match="this account is not allowed to list training jobs in lyric-professor: 403"):
         cancel(KubernetesClient(), run="mine")
 
 
-@pytest.mark.parametrize(("one", "other"), [("a" * 70, "a" * 71), ("a", "a_"), ("a b", "a-b"), ("A/B", "A-B")])
-def test_names_that_differ_have_labels_that_differ(one: str, other: str) -> None:
-    values = label_value(one), label_value(other)
+@pytest.mark.parametrize(("first", "second"), [("a" * 70, "a" * 71), ("a", "a_"), ("a b", "a-b"), ("A/B", "A-B")])
+def test_different_names_have_different_labels(first: str, second: str) -> None:
+    values = label_value(first), label_value(second)
     assert values[0] != values[1]
     assert all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value) for value in values)
 
 
-def test_the_server_is_strict(server: Server) -> None:
+def test_the_test_server_is_strict(server: Server) -> None:
     url = f"{server.url}/apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs"
     headers = {"Authorization": f"Bearer {server.token}"}
     body = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "a"},
@@ -299,7 +307,7 @@ def test_the_server_is_strict(server: Server) -> None:
 
 
 @pytest.mark.parametrize("run_name", ["demo", "A_very.Long name " * 8, "7-of-9", "ünïcode", "-"])
-def test_names_are_valid_and_their_own(run_name: str) -> None:
+def test_names_are_valid_and_unique(run_name: str) -> None:
     name = job_name(run_name, "sft")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(f"{name}-worker-12") <= 63
     assert name == job_name(run_name, "sft") != job_name(f"{run_name}x", "sft")

@@ -1,13 +1,17 @@
-"""What the pods of a failed job say, as one message: class, rank, lines, remedy."""
+"""Explaining a failed job from its pods' status and logs: class, rank, lines, remedy."""
 
 import json
 from typing import Any
 
 import pytest
 
+from tailtune.errors import UserError
 from tailtune.jobs.failure import NUM_SHOWN_LINES, classify, explain
-from tailtune.jobs.logs import LineDeduplicator, parse_stamp
+from tailtune.jobs.job import BadInput
+from tailtune.jobs.logs import LineDeduplicator, split_timestamp
+from tailtune.jobs.node import termination_message
 from tailtune.jobs.pods import failures, why_pending
+from tailtune.jobs.torchrun import TorchrunResult
 
 
 def pod(name: str, **status: Any) -> dict[str, Any]:
@@ -68,38 +72,48 @@ def ended(code: int, reason: str, at: str, message: str = "") -> dict[str, Any]:
         ("RuntimeError: CUDA error: device-side assert triggered", "code"),
     ],
 )  # fmt: skip
-def test_classes(text: str, name: str) -> None:
+def test_failures_are_classified(text: str, name: str) -> None:
     assert classify(text).name == name
 
 
-def test_the_first_failure_is_told_not_the_ones_that_follow_from_it() -> None:
-    words = {"status": 1, "user_error": None, "failure": "rank 2 failed first, exit status 1: KeyError: 'a'",
-             "lines": [f"line {i}" for i in range(40)]}  # fmt: skip
+def test_the_first_failure_is_reported_not_its_consequences() -> None:
+    report = {"status": 1, "user_error": None, "failure": "rank 2 failed first, exit status 1: KeyError: 'a'",
+              "lines": [f"line {i}" for i in range(40)]}  # fmt: skip
     pods = [
         pod("a-master-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:09Z", "NCCL abort")}]),
-        pod("a-worker-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:01Z", json.dumps(words))}]),
+        pod("a-worker-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:01Z", json.dumps(report))}]),
     ]
-    message = explain("a", failures(pods), "1 replica failed")
+    message = str(explain("a", failures(pods), "1 replica failed"))
     assert message.startswith("job 'a' failed (code) in pod a-worker-0, Error: rank 2 failed first")
     assert message.count("\n") == NUM_SHOWN_LINES and message.endswith("line 39") and "NCCL" not in message
 
 
-def test_a_container_that_was_started_again_is_remembered() -> None:
+def test_the_last_failure_of_a_restarted_container_is_used() -> None:
     status = {"state": {"running": {}}, "lastState": ended(137, "OOMKilled", "2026-01-01T00:00:01Z")}
     (failure,) = failures([pod("a-worker-0", containerStatuses=[status])])
     assert (failure.exit_code, failure.reason) == (137, "OOMKilled")
-    assert "out of memory on the host" in explain("a", [failure], "")
+    assert "out of memory on the host" in str(explain("a", [failure], ""))
 
 
 def test_an_evicted_pod_without_containers_is_a_failure() -> None:
-    found = failures([pod("a-worker-0", phase="Failed", reason="Evicted", message="low on memory")])
-    assert "(preempted) in pod a-worker-0, Evicted: low on memory" in explain("a", found, "")
+    evictions = failures([pod("a-worker-0", phase="Failed", reason="Evicted", message="low on memory")])
+    assert "(preempted) in pod a-worker-0, Evicted: low on memory" in str(explain("a", evictions, ""))
 
 
-def test_what_a_rank_wrote_for_the_user_is_all_there_is_to_say() -> None:
-    words = json.dumps({"user_error": "the data are no data; give data", "lines": ["x"]})
-    found = failures([pod("a", containerStatuses=[{"state": ended(1, "Error", "", words)}])])
-    assert explain("a", found, "failed") == "the data are no data; give data"
+def test_a_user_error_of_a_rank_is_the_whole_message() -> None:
+    result = TorchrunResult(1, UserError("the data are no data; none", "give data"), False, "rank 0 failed", ("x",))
+    state = ended(1, "Error", "", termination_message(result))
+    error = explain("a", failures([pod("a", containerStatuses=[{"state": state}])]), "failed")
+    assert isinstance(error, BadInput)
+    assert (error.problem, error.remedy) == ("the data are no data; none", "give data")
+
+
+@pytest.mark.parametrize("message", ["", "no JSON", "[]", '{"user_error": null}', '{"user_error": "text"}',
+                                     '{"user_error": {"remedy": "without a problem"}}'])  # fmt: skip
+def test_a_termination_message_without_a_user_error_is_another_failure(message: str) -> None:
+    status = {"state": ended(1, "Error", "", message)}
+    error = explain("a", failures([pod("a", containerStatuses=[status])]), "failed")
+    assert not isinstance(error, BadInput) and "job 'a' failed (code)" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -119,16 +133,18 @@ def test_what_a_rank_wrote_for_the_user_is_all_there_is_to_say() -> None:
          ("starting", "ContainerCreating")),
     ],
 )  # fmt: skip
-def test_why_a_pod_waits(status: dict[str, Any], expected: tuple[str, str] | None) -> None:
+def test_the_reason_why_a_pod_is_pending(status: dict[str, Any], expected: tuple[str, str] | None) -> None:
     assert why_pending(pod("a", **status)) == expected
 
 
-def test_a_log_that_is_read_again_passes_what_is_new() -> None:
-    once = LineDeduplicator()
+def test_only_new_lines_pass_when_a_log_is_read_again() -> None:
+    deduplicate = LineDeduplicator()
     lines = ["2026-01-01T00:00:00.5Z a", "2026-01-01T00:00:00.5Z b", "2026-01-01T00:00:00.123456789Z early",
              "2026-01-01T00:00:01Z c"]  # fmt: skip
-    assert [once(line) for line in lines] == ["a", "b", "early", "c"]
-    once.restart()
+    assert [deduplicate(line) for line in lines] == ["a", "b", "early", "c"]
+    deduplicate.restart()
     again = ["2026-01-01T00:00:00.5Z b", "2026-01-01T00:00:01Z c", "2026-01-01T00:00:01Z c", "2026-01-01T00:00:01.1Z d"]
-    assert [once(line) for line in again] == [None, None, "c", "d"], "the same text at the same time is another line"
-    assert parse_stamp("no timestamp") is None and once("no timestamp") == "no timestamp"
+    assert [deduplicate(line) for line in again] == [None, None, "c", "d"], (
+        "equal lines with equal timestamps are two lines"
+    )
+    assert split_timestamp("no timestamp") is None and deduplicate("no timestamp") == "no timestamp"

@@ -1,55 +1,59 @@
-"""What a training's lines say, as the dashboard reads it."""
+"""The dashboard's status, made from a training's progress.json."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
 from tailtune.jobs import progress
-from tailtune.jobs.progress import Progress, Reporter
+from tailtune.jobs.progress import ProgressReporter, trainer_status
 
-STEP = "[rank 0] tailtune | train: step 450/1000 loss 0.2340 lr 5.00e-05 grad_norm 1.250 4321 tokens/s ETA 3665 s"
-
-
-def status(*lines: str, succeeded: bool | None = None) -> dict[str, object]:
-    read = Progress()
-    for line in lines:
-        read.read(line)
-    text = read.annotation(succeeded)
-    return dict(json.loads(text)) if text else {}
+PROGRESS: dict[str, Any] = {
+    "step": 450, "max_steps": 1000, "remaining_seconds": 3665.4, "updated_at": "2026-01-01T00:00:00Z",
+    "train": {"loss": 0.234, "learning_rate": 5e-5, "grad_norm": 1.25, "tokens_per_second": 4321.0},
+    "eval": {"eval_loss": 0.42},
+}  # fmt: skip
 
 
-def test_a_line_of_a_step_and_one_of_an_evaluation() -> None:
-    found = status(STEP, "[rank 0] tailtune | train: step 450/1000 eval_loss 0.4200")
-    assert found.pop("lastUpdatedTime")
-    assert found == {
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A job's progress.json."""
+    (tmp_path / "progress.json").write_text(json.dumps(PROGRESS))
+    return tmp_path / "progress.json"
+
+
+def test_the_status_of_a_running_job() -> None:
+    assert trainer_status(PROGRESS) == {
         "progressPercentage": 45, "estimatedRemainingSeconds": 3665, "estimatedRemainingTimeSummary": "1 hour 1 minute",
-        "currentStep": 450, "totalSteps": 1000, "evalMetrics": {"eval_loss": 0.42},
-        "trainMetrics": {"loss": 0.234, "learning_rate": 5e-5, "grad_norm": 1.25, "tokens_per_second": 4321.0},
+        "currentStep": 450, "totalSteps": 1000, "evalMetrics": {"eval_loss": 0.42}, "trainMetrics": PROGRESS["train"],
+        "lastUpdatedTime": "2026-01-01T00:00:00Z",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("content", "expected"),
     [
-        ("step 450/1000 loss 0.2", {}),
-        ("the answer says: train: step 1/2 loss 3", {}),
-        ("[rank 0] tailtune | train: step 3/0 loss nan lr inf", {"currentStep": 3, "progressPercentage": 0}),
-        ("[rank 0] tailtune | train: step 9/4 ETA -5 s", {"progressPercentage": 100, "estimatedRemainingSeconds": 0}),
-        ("[rank 0] tailtune | train: step 1/4 loss - tokens/s ETA s", {"currentStep": 1}),
-        ("[rank 1] x [rank 0] tailtune | train: step 1/4[rank 1] tailtune | train: loss 7 is odd", {"currentStep": 1}),
-        ("[rank 0] tailtune | train: stepping 1/4", {}),
+        (None, {}),
+        ([], {}),
+        ({"train": {"loss": 1.0}}, {}),
+        ({"step": 3, "max_steps": 0, "train": {"loss": None}, "remaining_seconds": None},
+         {"currentStep": 3, "totalSteps": 0, "progressPercentage": 0}),
+        ({"step": 3, "max_steps": 4, "train": {"loss": float("nan"), "grad_norm": float("inf")}, "eval": {}},
+         {"currentStep": 3, "totalSteps": 4, "progressPercentage": 75}),
+        ({"step": 9, "max_steps": 4, "remaining_seconds": -5},
+         {"currentStep": 9, "totalSteps": 4, "progressPercentage": 100, "estimatedRemainingSeconds": 0,
+          "estimatedRemainingTimeSummary": "less than a minute"}),
     ],
-)
-def test_lines_that_say_little_or_nothing(line: str, expected: dict[str, object]) -> None:
-    found = status(line)
-    assert "NaN" not in json.dumps(found) and "trainMetrics" not in found
-    assert {key: found[key] for key in expected} == expected and bool(found) == bool(expected)
+)  # fmt: skip
+def test_what_is_missing_or_not_finite_is_left_out(content: Any, expected: dict[str, Any]) -> None:
+    assert trainer_status(content) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "summary"),
     [
         (5, "less than a minute"),
         (60, "1 minute"),
@@ -58,52 +62,71 @@ def test_lines_that_say_little_or_nothing(line: str, expected: dict[str, object]
         (176520, "2 days 1 hour"),
     ],
 )
-def test_the_remaining_time_in_words(seconds: int, words: str) -> None:
-    line = f"tailtune | train: step 1/9 ETA {seconds} s"
-    assert status(line)["estimatedRemainingTimeSummary"] == words
+def test_the_remaining_time_in_words(seconds: int, summary: str) -> None:
+    assert trainer_status({**PROGRESS, "remaining_seconds": seconds})["estimatedRemainingTimeSummary"] == summary
 
 
-def test_how_it_ended() -> None:
-    assert status(succeeded=False) == {}
-    done = status(STEP, succeeded=True)
-    assert (done["progressPercentage"], done["estimatedRemainingTimeSummary"]) == (100, "complete")
-    failed = status(STEP, succeeded=False)
+def test_the_status_of_a_job_that_has_ended() -> None:
+    assert trainer_status(None, succeeded=False) == {}
+    complete = trainer_status(PROGRESS, succeeded=True)
+    assert (complete["progressPercentage"], complete["estimatedRemainingTimeSummary"]) == (100, "complete")
+    failed = trainer_status(PROGRESS, succeeded=False)
     assert failed["estimatedRemainingTimeSummary"] == "failed at 45%" and "estimatedRemainingSeconds" not in failed
 
 
-def test_it_is_told_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    reporter = Reporter(told.append)
-    reporter.tell()
-    assert not told, "nothing is known yet"
+def test_it_is_reported_now_and_then_and_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[str] = []
+    reporter = ProgressReporter(path, reports.append)
+    content = path.read_text()
+    path.unlink()
+    reporter.report()
+    assert not reports, "nothing is known yet"
+    path.write_text(content)
     for _ in range(3):
-        reporter.read(STEP)
-        reporter.tell()
-    assert len(told) == 1
-    reporter.tell(succeeded=True)
-    assert len(told) == 2
-    monkeypatch.setattr(progress, "TELL_SECONDS", 0)
-    reporter.tell()
-    assert len(told) == 3
+        reporter.report()
+    assert len(reports) == 1
+    reporter.report(succeeded=True)
+    assert len(reports) == 2
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0)
+    reporter.report()
+    assert len(reports) == 3
+
+
+def test_a_kind_without_the_annotation_reports_nothing(path: Path) -> None:
+    reports: list[str] = []
+    ProgressReporter(None, reports.append).report(succeeded=True)
+    assert not reports
 
 
 @pytest.mark.parametrize(
-    ("error", "calls", "lines"),
+    ("error", "num_calls", "num_warnings"),
     [(ApiException(status=403, reason="Forbidden"), 1, 1), (ApiException(status=503), 3, 0), (HTTPError("x"), 3, 0)],
-    ids=["forbidden", "in trouble", "unreachable"],
+    ids=["forbidden", "API fails", "unreachable"],
 )
-def test_nothing_depends_on_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, calls: int, lines: int
+def test_a_report_that_fails_raises_nothing(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    num_calls: int,
+    num_warnings: int,
 ) -> None:
-    monkeypatch.setattr(progress, "TELL_SECONDS", 0)
-    asked = []
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0)
+    calls = []
 
-    def write(text: str) -> None:
-        asked.append(text)
+    def write(status: str) -> None:
+        calls.append(status)
         raise error
 
-    reporter = Reporter(write)
-    reporter.read(STEP)
+    reporter = ProgressReporter(path, write)
     for _ in range(3):
-        reporter.tell()
-    assert len(asked) == calls and caplog.text.count("the dashboard shows no progress") == lines
+        reporter.report()
+    assert len(calls) == num_calls and caplog.text.count("the dashboard shows no progress") == num_warnings
+
+
+def test_a_volume_that_cannot_be_read_raises_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_json(path: Path) -> Any:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(progress, "read_json", read_json)
+    ProgressReporter(path, pytest.fail).report(succeeded=True)

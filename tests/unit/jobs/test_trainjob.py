@@ -1,43 +1,44 @@
-"""TrainJob: its manifest against the models that the project of Kubeflow Trainer ships, and the launcher with it."""
+"""TrainJob: its manifest, checked against the models that Kubeflow Trainer ships, and the launcher with it."""
 
 import json
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
 from kubernetes_server import Server
-from launchers import in_background, make_job, numbered, run, start_job, wait_until
+from launchers import in_background, line_numbers, make_job, run, start_job, wait_until
 from operators import first_lost
 
 from tailtune.jobs import progress, trainjob
-from tailtune.jobs.job import JobFailed
+from tailtune.jobs.job import Job, JobFailed
 from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import choose_kind
 
 
 def without_empty(value: Any) -> Any:
-    """As a client sends it: without fields that are None."""
+    """The value as a client sends it: without fields that are None."""
     if isinstance(value, dict):
-        return {key: without_empty(one) for key, one in value.items() if one is not None}
+        return {key: without_empty(field) for key, field in value.items() if field is not None}
     if isinstance(value, list):
-        return [without_empty(one) for one in value]
+        return [without_empty(item) for item in value]
     return value
 
 
-def test_the_manifest_has_no_field_that_the_models_do_not_know() -> None:
+def test_the_manifest_has_only_fields_of_the_models() -> None:
     job = make_job("lines")
     manifest = trainjob.build(job, {"a": "b"}, ("runtimePatches", "activeDeadlineSeconds"))
-    again = without_empty(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
-    assert again == without_empty(manifest)
+    parsed = without_empty(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
+    assert parsed == without_empty(manifest)
     assert manifest["spec"]["runtimeRef"]["name"] == "torch-distributed-cpu"
     assert manifest["spec"]["trainer"]["numNodes"] == 2 and manifest["spec"]["trainer"]["numProcPerNode"] == 1
 
 
-def test_an_older_cluster_gets_the_fields_that_it_knows() -> None:
+def test_an_older_cluster_gets_the_fields_that_its_version_has() -> None:
     spec = trainjob.build(make_job("lines"), {}, ("podTemplateOverrides",))["spec"]
     (override,) = spec["podTemplateOverrides"]
     assert "runtimePatches" not in spec and "activeDeadlineSeconds" not in spec
@@ -60,25 +61,25 @@ def test_an_older_cluster_gets_the_fields_that_it_knows() -> None:
         ({"conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]}, "failed"),
     ],
 )
-def test_what_its_status_means(status: dict[str, Any], expected: str) -> None:
+def test_the_state_is_read_from_the_status(status: dict[str, Any], expected: str) -> None:
     assert trainjob.state({"status": status})[0] == expected
 
 
 @pytest.fixture
 def trainer(server: Server) -> Server:
-    """A cluster that has TrainJob alone, with the roles of deploy/."""
+    """A cluster that has only TrainJob, with the roles of deploy/."""
     server.install_trainer(only=True)
     return server
 
 
-def test_two_nodes_run_to_their_end_after_admission(trainer: Server, shown: Callable[[], str]) -> None:
+def test_a_job_runs_on_two_nodes_after_its_admission(trainer: Server, shown: Callable[[], str]) -> None:
     trainer.faults.suspended.set()
     states = []
 
     def admit() -> None:
         wait_until(lambda: any(job["status"]["conditions"] for job in trainer.jobs.values()))
         states.append(trainjob.state(next(iter(trainer.jobs.values()))))
-        time.sleep(1)  # the launcher looks meanwhile
+        time.sleep(1)  # meanwhile the launcher polls
         trainer.faults.suspended.clear()
         wait_until(lambda: trainer.pods)
         states.append([pod.manifest["metadata"]["labels"] for pods in trainer.pods.values() for pod in pods])
@@ -87,8 +88,8 @@ def test_two_nodes_run_to_their_end_after_admission(trainer: Server, shown: Call
     run(make_job("lines"))
     timer.join()
     err = shown()
-    assert "the job is a TrainJob (as there is; PyTorchJob does not exist here)" in err
-    assert numbered(err, 0) == numbered(err, 1) == list(range(40)) and "train: all 2 pods run" in err
+    assert "the job is a TrainJob (chosen automatically; PyTorchJob does not exist here)" in err
+    assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40)) and "train: all 2 pods are running" in err
     assert err.count(f"train: job {next(iter(trainer.jobs))} is held back: waits for admission by the queue\n") == 1
     assert states[0] == ("waiting", "waits for admission by the queue")
     assert [labels["batch.kubernetes.io/job-completion-index"] for labels in states[1]] == ["0", "1"]
@@ -98,7 +99,7 @@ def test_two_nodes_run_to_their_end_after_admission(trainer: Server, shown: Call
     TrainerV1alpha1TrainJob.from_dict(job)
 
 
-def test_a_failed_job_is_explained_although_its_pods_are_gone(trainer: Server) -> None:
+def test_a_failed_job_is_explained_after_its_pods_were_deleted(trainer: Server) -> None:
     trainer.trainer.backoff_limit = 1
     with pytest.raises(JobFailed, match=r"\(code\) in pod \S+-node-0-[01]-\w+, Error: rank 1 failed first, .*on fire"):
         run(make_job("raises"))
@@ -114,10 +115,15 @@ def test_a_cancelled_step_leaves_no_trainjob_behind(trainer: Server) -> None:
     wait_until(lambda: not trainer.jobs and all(p is None or p.poll() is not None for p in pods))
 
 
-def test_the_dashboard_is_told_how_far_it_is(
-    trainer: Server, monkeypatch: pytest.MonkeyPatch, shown: Callable[[], str]
+def job_with_progress(folder: Path, **changes: Any) -> Job:
+    path = folder / "progress.json"
+    return make_job("steps", progress_path=path, environment={"PROGRESS": str(path)}, **changes)
+
+
+def test_the_dashboard_shows_the_progress(
+    trainer: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[[], str]
 ) -> None:
-    monkeypatch.setattr(progress, "TELL_SECONDS", 0.5)
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.5)
     seen: set[int] = set()
 
     def watch() -> None:
@@ -128,9 +134,9 @@ def test_the_dashboard_is_told_how_far_it_is(
             time.sleep(0.05)
 
     timer = in_background(watch)
-    run(make_job("steps"))
+    run(job_with_progress(tmp_path))
     timer.join(10)
-    assert 100 in seen and len(seen) > 2, "before its end too"
+    assert 100 in seen and len(seen) > 2, "not only at the end"
     (job,) = trainer.jobs.values()
     status = json.loads(job["metadata"]["annotations"]["trainer.opendatahub.io/trainerStatus"])
     assert (status["currentStep"], status["totalSteps"], status["estimatedRemainingTimeSummary"]) == (
@@ -142,13 +148,15 @@ def test_the_dashboard_is_told_how_far_it_is(
     assert "shows no progress" not in shown()
 
 
-def test_a_dashboard_that_may_not_be_told_is_no_failure(trainer: Server, shown: Callable[[], str]) -> None:
+def test_a_job_succeeds_without_permission_to_report_progress(
+    trainer: Server, tmp_path: Path, shown: Callable[[], str]
+) -> None:
     trainer.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))
-    run(make_job("steps", num_nodes=1))
+    run(job_with_progress(tmp_path, num_nodes=1))
     assert shown().count("the dashboard shows no progress: 403") == 1
 
 
-def test_the_cluster_says_which_fields_its_version_knows(trainer: Server, shown: Callable[[], str]) -> None:
+def test_the_fields_are_those_of_the_clusters_version(trainer: Server, shown: Callable[[], str]) -> None:
     fields = trainer.trainer.fields
     fields -= {"runtimePatches", "activeDeadlineSeconds"}
     fields |= {"podTemplateOverrides"}
@@ -157,28 +165,30 @@ def test_the_cluster_says_which_fields_its_version_knows(trainer: Server, shown:
     run(make_job("lines", num_nodes=1))
     (job,) = trainer.jobs.values()
     assert "podTemplateOverrides" in job["spec"] and "activeDeadlineSeconds" not in job["spec"]
-    assert numbered(shown(), 0) == list(range(40))
+    assert line_numbers(shown(), 0) == list(range(40))
 
 
-def test_what_is_missing_for_a_trainjob_is_named(trainer: Server) -> None:
+def test_the_error_names_what_is_missing_for_a_trainjob(trainer: Server) -> None:
     trainer.trainer.runtimes.clear()
     with pytest.raises(JobFailed, match=r'was refused: 403 .*ClusterTrainingRuntime "torch-distributed-cpu" not found'):
         run(make_job("lines"))
     trainer.allowed = [rule for rule in trainer.allowed if rule[1] != "trainer.kubeflow.org"]
-    with pytest.raises(ValueError, match="PyTorchJob does not exist here; this account may not create TrainJob"):
+    with pytest.raises(
+        ValueError, match="PyTorchJob does not exist here; this account is not allowed to create TrainJob"
+    ):
         run(make_job("lines"))
 
 
-def test_trainjob_only_where_it_is_wanted_or_alone(server: Server) -> None:
-    there = KubernetesClient()
+def test_trainjob_is_chosen_only_if_requested_or_if_it_is_the_only_kind(server: Server) -> None:
+    client = KubernetesClient()
     with pytest.raises(ValueError, match="TrainJob does not exist here"):
-        choose_kind(there, "trainjob")
+        choose_kind(client, "trainjob")
     server.install_trainer()
-    assert choose_kind(there, "auto")[1] == "PyTorchJob (as there is)"
-    assert choose_kind(there, "trainjob")[1] == "TrainJob (as the recipe says)"
+    assert choose_kind(client, "auto")[1] == "PyTorchJob (chosen automatically)"
+    assert choose_kind(client, "trainjob")[1] == "TrainJob (set by the recipe)"
 
 
-def test_the_server_is_strict_about_trainjobs(trainer: Server) -> None:
+def test_the_test_server_is_strict_about_trainjobs(trainer: Server) -> None:
     root = f"{trainer.url}/apis/trainer.kubeflow.org/v1alpha1"
     headers = {"Authorization": f"Bearer {trainer.token}"}
     url = f"{root}/namespaces/lyric-professor/trainjobs"
