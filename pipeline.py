@@ -1,34 +1,34 @@
 #!/usr/bin/env python3
 """The pipeline: fetch → parquet → train → evaluate → gate → report.
 
-Called as a program, compiles, runs, submits or schedules it (`pipeline_cli.py`).
+Run as a program, it compiles, runs, submits or schedules the pipeline (`pipeline_cli.py`).
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from tailtune.recipe.schema import Recipe
+from tailtune.recipe.schema import Recipe, Resources
 from tailtune.run import MOUNTS
 
 DIRECTORIES = {name: f"{path}/{{run}}" for name, path in MOUNTS.items()}
-RETRY_FOR = "604800s"
-"""From the start of a step's first attempt: Argo does not try it again later, and ends an attempt that runs then."""
-SECRETS = "/etc/tailtune"
-"""Where the secrets' keys lie as files, in the steps that fetch."""
-SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS}/hf/token", "TAILTUNE_S3_SECRET_DIR": f"{SECRETS}/s3",
-                "TAILTUNE_CA_FILE": f"{SECRETS}/ca/ca-bundle.crt"}  # fmt: skip
+RETRY_WINDOW = "604800s"
+"""Counted from the start of a step's first attempt: after it, Argo ends a running attempt and starts no other."""
+SECRETS_DIR = "/etc/tailtune"
+"""Where the steps that fetch see the keys of the secrets as files."""
+SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS_DIR}/hf/token", "TAILTUNE_S3_SECRET_DIR": f"{SECRETS_DIR}/s3",
+                "TAILTUNE_CA_FILE": f"{SECRETS_DIR}/ca/ca-bundle.crt"}  # fmt: skip
 
 
 def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]:
-    """The KFP pipeline of a recipe; its parameters default to the recipe's values.
+    """Return the KFP pipeline of a recipe; its parameters default to the recipe's values.
 
-    On a cluster the doctor looks first, steps that may fail by chance are tried again, and a last step deletes
-    what is left of the run's training job. A machine has no other node and no jobs.
+    Only on a cluster does the doctor run first, are failed steps retried, and does a last step delete what is left of
+    the run's training job.
 
-    KFP's cache is off: results are paths, and each step knows from its manifest what is done already.
+    KFP's cache is off: results are paths, and each step knows from its manifest what is complete.
     """
-    from kfp import dsl, kubernetes
+    from kfp import dsl
 
     from components.check_cluster import check_cluster
     from components.evaluate_model import evaluate_model
@@ -43,8 +43,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     from components.write_report import write_report
     from tailtune import images
 
-    default, recipe_resources = parameter_values(recipe), recipe.resources
-    gpu = recipe_resources.gpu
+    default, resources = parameter_values(recipe), recipe.resources
 
     @dsl.pipeline(name=recipe.name, description=recipe.description)
     def pipeline(
@@ -72,74 +71,115 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         local: bool = False,
         recipe: str = recipe.to_json(),
     ) -> None:
-        def add(task: Any) -> Any:
-            task.set_caching_options(False)
-            claims = {"data_dir": training_data_pvc, "models_dir": trained_models_pvc, "workspace_dir": workspace_pvc}
-            for directory, claim in claims.items():
-                kubernetes.mount_pvc(task, pvc_name=claim, mount_path=MOUNTS[directory])
-            return task
-
         job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-        end = stop_jobs(job_id=job_id).set_caching_options(False) if cluster else None
+        claims = dict(
+            training_data_pvc=training_data_pvc, trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc
+        )
+        secrets = dict(hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret)
+        placement = dict(num_nodes=num_nodes, ranks_per_node=ranks_per_node, queue=queue)
+
+        # However the run ends, leave no training job of it behind.
+        end = stop_jobs(job_id=job_id) if cluster else None
         with dsl.ExitHandler(end, name="run") if end else nullcontext():
-            resolved = add(resolve_recipe(
-                recipe=recipe, run_name=run_name, job_id=job_id,
+            # Look for what would stop the run on this cluster. Mounts nothing: a volume may be missing.
+            doctor = check_cluster(
+                recipe=recipe, data_source=data_source, trainer_image=trainer_image, **placement, **claims, **secrets
+            ) if cluster else None  # fmt: skip
+
+            # Fold the parameters into the recipe and check all of it.
+            resolved = resolve_recipe(
+                recipe=recipe, run_name=run_name, job_id=job_id, local=local, seed=seed,
                 base_model=base_model, model_revision=model_revision, data_source=data_source,
-                epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
-                ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
-                trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, hf_secret=hf_secret,
-                s3_secret=s3_secret, ca_secret=ca_secret, seed=seed,
-                data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, local=local,
-            ))  # fmt: skip
+                epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
+                data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, **placement, **claims, **secrets,
+            )  # fmt: skip
+            if doctor:
+                resolved.after(doctor)
             run = resolved.output
-            raw = add(fetch_dataset(run=run))
-            if cluster:
-                resolved.after(check_cluster(
-                    recipe=recipe, data_source=data_source, num_nodes=num_nodes, ranks_per_node=ranks_per_node,
-                    queue=queue, training_data_pvc=training_data_pvc, trained_models_pvc=trained_models_pvc,
-                    workspace_pvc=workspace_pvc, hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret,
-                    trainer_image=trainer_image,
-                ).set_caching_options(False))  # fmt: skip
-            data = add(write_parquet(run=run, source=raw.output))
+
+            # Fetch the data set to the data volume.
+            raw = fetch_dataset(run=run)
+
+            # Convert it to one Parquet file. No directory means that a promoted run has trained on the same data.
+            data = write_parquet(run=run, source=raw.output)
             data_directory = data.outputs["Output"]
             with dsl.If(data_directory != "", name="new-data"):
-                base = add(fetch_model(run=run, data_dir=data_directory))
-                tuned = add(train_stage(
+                # Fetch the base model to the model volume, or build the small one.
+                base = fetch_model(run=run, data_dir=data_directory)
+
+                # Train: launch the distributed job and follow it to its end.
+                tuned = train_stage(
                     run=run, data_dir=data_directory, base_model_dir=base.output, trainer_image=trainer_image
-                ))  # fmt: skip
-                models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
-                evaluation = add(evaluate_model(run=run, data_dir=data_directory, **models))
-                gate = add(promotion_gate(run=run, evaluation=evaluation.outputs["Output"]))
-                with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
-                    promoted_report = add(write_report(run=run, **models))
-                with dsl.Else(name="failed"):
-                    rejected_report = add(write_report(run=run, **models))
-                    add(fail_if_rejected(run=run, report=rejected_report.outputs["Output"]))
-        if gpu:
-            for task in (evaluation, promoted_report, rejected_report):
-                task.set_accelerator_type(gpu).set_accelerator_limit(1)
-                for toleration in recipe_resources.tolerations:
-                    kubernetes.add_toleration(task, **toleration)
-                for label, value in recipe_resources.node_selector.items():
-                    kubernetes.add_node_selector(task, label_key=label, label_value=value)
-        if cluster:
-            for task in (raw, base, tuned):  # a train step that is tried again follows its job
-                task.set_retry(
-                    num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration=RETRY_FOR
                 )
+                models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
+
+                # Evaluate the base and the tuned model on the validation rows.
+                evaluation = evaluate_model(run=run, data_dir=data_directory, **models)
+
+                # Judge the evaluation by the recipe's rules.
+                gate = promotion_gate(run=run, evaluation=evaluation.outputs["Output"])
+
+                # Write the report. The run of a rejected model then fails, with its verdict and report kept.
+                with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
+                    promoted_report = write_report(run=run, **models)
+                with dsl.Else(name="failed"):
+                    rejected_report = write_report(run=run, **models)
+                    rejection = fail_if_rejected(run=run, report=rejected_report.outputs["Output"])
+        steps = (resolved, raw, data, base, tuned, evaluation, gate, promoted_report, rejected_report, rejection)
+        for task in (*filter(None, (end, doctor)), *steps):
+            task.set_caching_options(False)
+        for task in steps:
+            _mount_volumes(task, **claims)
+        for task in (evaluation, promoted_report, rejected_report):
+            _use_gpu(task, resources)
+        if cluster:
+            for task in (raw, base, tuned):  # another attempt at training follows the job that exists
+                _retry(task)
             for task in (raw, base):
-                for secret, directory in ((hf_secret, "hf"), (s3_secret, "s3"), (ca_secret, "ca")):
-                    kubernetes.use_secret_as_volume(
-                        task, secret_name=secret, mount_path=f"{SECRETS}/{directory}", optional=True
-                    )
-                for variable, path in SECRET_FILES.items():
-                    task.set_env_variable(variable, path)
+                _mount_secrets(task, **secrets)
 
     return pipeline
 
 
+def _mount_volumes(task: Any, training_data_pvc: Any, trained_models_pvc: Any, workspace_pvc: Any) -> None:
+    from kfp import kubernetes
+
+    claims = {"data_dir": training_data_pvc, "models_dir": trained_models_pvc, "workspace_dir": workspace_pvc}
+    for directory, claim in claims.items():
+        kubernetes.mount_pvc(task, pvc_name=claim, mount_path=MOUNTS[directory])
+
+
+def _use_gpu(task: Any, resources: Resources) -> None:
+    """Give a step one GPU and a node that has it, unless the recipe trains without."""
+    from kfp import kubernetes
+
+    if not resources.gpu:
+        return
+    task.set_accelerator_type(resources.gpu).set_accelerator_limit(1)
+    for toleration in resources.tolerations:
+        kubernetes.add_toleration(task, **toleration)
+    for label, value in resources.node_selector.items():
+        kubernetes.add_node_selector(task, label_key=label, label_value=value)
+
+
+def _retry(task: Any) -> None:
+    task.set_retry(num_retries=2, backoff_duration="60s", backoff_factor=2.0, backoff_max_duration=RETRY_WINDOW)
+
+
+def _mount_secrets(task: Any, hf_secret: Any, s3_secret: Any, ca_secret: Any) -> None:
+    """Mount the secrets that exist as files, and name the files in the step's environment."""
+    from kfp import kubernetes
+
+    for secret, directory in ((hf_secret, "hf"), (s3_secret, "s3"), (ca_secret, "ca")):
+        kubernetes.use_secret_as_volume(
+            task, secret_name=secret, mount_path=f"{SECRETS_DIR}/{directory}", optional=True
+        )
+    for variable, path in SECRET_FILES.items():
+        task.set_env_variable(variable, path)
+
+
 def parameter_values(recipe: Recipe) -> dict[str, Any]:
-    """The run parameters at the recipe's values."""
+    """Return the run parameters with the values of the recipe."""
     trainer = recipe.stages[0].trainer
     return {
         "base_model": recipe.model.base_model,

@@ -1,4 +1,4 @@
-"""The command line of pipeline.py: compile, run here, submit, schedule, cancel."""
+"""The command line of pipeline.py: compile, run on this machine, submit, schedule, cancel."""
 
 import difflib
 import hashlib
@@ -22,17 +22,17 @@ from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
-from tailtune.run import RUN_NAME
+from tailtune.resolve import check_recipe, check_run_name
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
 
 
 def compile_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the pipeline's YAML, byte for byte the same every time."""
+    """Write the pipeline's YAML. The same recipe gives the same bytes."""
     from kfp import compiler
 
-    # `local:` is read on one machine only, and holds this machine's paths.
+    # `local:` is only read by local runs, and holds paths of this machine
     compiler.Compiler().compile(make_pipeline(recipe.model_copy(update={"local": {}})), str(path))
 
 
@@ -46,7 +46,7 @@ def compile_all() -> None:
 
 
 def check_compiled() -> bool:
-    """Whether compiled/ is what the recipes compile to; prints the difference where not."""
+    """Return whether compiled/ is what the recipes compile to. Prints the differences."""
     expected = {f"{name}.yaml" for name in list_recipes()}
     drifted = [
         f"{path.name}: no recipe of this name\n" for path in COMPILED.glob("*.yaml") if path.name not in expected
@@ -63,7 +63,10 @@ def check_compiled() -> bool:
 
 
 def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> tuple[str, str, str]:
-    """(pipeline's id, version's id, version's name) of the recipe's compiled file: the same bytes, the same version."""
+    """Upload the recipe's compiled file; return the pipeline's id, the version's id and the version's name.
+
+    The name follows from the file's bytes, so that the same file is the same version.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = compiled_file(recipe, final, Path(folder))
         name = f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
@@ -71,10 +74,11 @@ def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> tuple[str, 
 
 
 def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
-    """The compiled file of a recipe. Raises UserError.
+    """Return the path of the recipe's compiled file. Raises UserError.
 
-    It is the committed one of compiled/, unless the recipe is a user's own, the images are elsewhere, or `final`,
-    the recipe with all its overrides, asks for other nodes for the steps that run models: then it is made in `folder`.
+    It is the committed one in compiled/, unless the recipe is a user's own, the images are in another registry, or
+    `final`, the recipe with all its overrides, needs other nodes for the steps that run models. Then it is compiled
+    into `folder`.
     """
     from tailtune import images
 
@@ -85,27 +89,29 @@ def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
     compile_recipe(variant, path)
     if recipe.name in list_recipes():
         if recipe.model_copy(update={"local": {}}) != load_recipe(recipe.name).model_copy(update={"local": {}}):
-            raise UserError(f"a recipe of your own is named '{recipe.name}' like a built-in one; give it another name")
+            raise UserError(
+                f"a recipe of your own is named '{recipe.name}' like a built-in one", "give it another name"
+            )
         if variant == recipe and images.REGISTRY == images.INTERNAL:
             if not committed.is_file() or committed.read_bytes() != path.read_bytes():
                 raise UserError(
-                    f"{relative(committed)} is not what the recipe compiles to; run python pipeline.py first"
+                    f"{relative(committed)} is not what the recipe compiles to", "run python pipeline.py first"
                 )
             return committed
     return path
 
 
 def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
-    """The parameters of a run on a cluster, for a recipe with all its overrides."""
+    """Return the parameters of a run on a cluster, for a recipe with all its overrides."""
     recipe = recipe.model_copy(update={"local": {}})
     return {**parameter_values(recipe), "recipe": recipe.to_json(), "run_name": run_name}
 
 
 def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
            timeout_seconds: float | None) -> bool:  # fmt: skip
-    """Start a run on a cluster and print its address; whether it succeeded, as far as it was watched.
+    """Start a run on a cluster and print its address. Return False if it was watched and did not succeed.
 
-    `final` is the recipe with its overrides: they are the run's, not the uploaded version's.
+    `final` is the recipe with its overrides: they are parameters of the run, not part of the uploaded version.
     """
     pipeline, version, version_name = upload(recipe, final, server)
     run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
@@ -125,46 +131,49 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
 
 def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
              latest: dict[str, Any] | None, max_concurrency: int, catch_up: bool) -> None:  # fmt: skip
-    """Make the one schedule of this name be so. `latest`: of the latest version, with these run parameters alone.
+    """Create or replace the schedule with this name.
 
-    All others then are that version's own; else they are this recipe's, all of it.
+    With `latest`, each run uses the pipeline's latest version and its recipe, and only the run parameters in `latest`
+    differ. Otherwise each run uses this version and all of `final`.
     """
     parameters = cluster_parameters(final, "") if latest is None else latest
     if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
-        raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place; "
+        raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place",
                         "give run parameters (see --list), or leave --latest out")  # fmt: skip
     pipeline, version, version_name = upload(recipe, final, server)
     server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
                     parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
-    what = version_name if latest is None else "its latest version"
-    click.echo(f"schedule '{name}': {recipe.name}, {what}, '{when}' in the pipeline server's time zone, UTC", err=True)
+    shown_version = version_name if latest is None else "its latest version"
+    click.echo(
+        f"schedule '{name}': {recipe.name}, {shown_version}, '{when}' in the pipeline server's time zone, UTC", err=True
+    )
 
 
 def cancel_run(name: str, server: PipelineServer) -> None:
-    """End the runs of this name or id. Their train step deletes its job; what is left of it goes here.
+    """Terminate the active runs with this name or id, and delete the training jobs that they leave.
 
-    A job that is deleted alone comes back: KFP tries the step again.
+    Deleting only the job is not enough: KFP retries the train step, which creates it again.
     """
     from tailtune.jobs.cleanup import cancel
     from tailtune.jobs.kubernetes import KubernetesClient
 
-    ended = server.terminate(name)
-    names = sorted({name, *(one.run_name for one in ended if one.run_name)})
+    runs = server.terminate(name)
     try:
-        there = KubernetesClient(server.connection.namespace, api_seconds=20)
+        cluster = KubernetesClient(server.connection.namespace, api_seconds=20)
     except UserError as error:
         click.echo(f"jobs are left to the run's own steps: {error}", err=True)
-        there = None
-    jobs = []
-    if there:
-        jobs += [job for one in names for job in cancel(there, run=one)]
-        jobs += [job for one in ended for job in cancel(there, pipeline_run=one.id) if job not in jobs]
+        cluster = None
+    jobs: list[str] = []
+    if cluster:
+        run_names = sorted({name, *(run.run_name for run in runs if run.run_name)})
+        jobs += [job for run_name in run_names for job in cancel(cluster, run=run_name)]
+        jobs += [job for run in runs for job in cancel(cluster, pipeline_run=run.id) if job not in jobs]
     for job in jobs:
         click.echo(job)
-    where = f" at {there.configuration.host}" if there else ""
-    click.echo(f"runs ended: {len(ended)}, jobs deleted: {len(jobs)}{where}", err=True)
-    if not ended and not jobs:
-        raise UserError(f"no run '{name}' goes on in {server.connection.namespace}; the dashboard has names and ids")
+    where = f" at {cluster.configuration.host}" if cluster else ""
+    click.echo(f"runs ended: {len(runs)}, jobs deleted: {len(jobs)}{where}", err=True)
+    if not runs and not jobs:
+        raise UserError(f"no active run '{name}' in {server.connection.namespace}", "the dashboard has names and ids")
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -173,25 +182,27 @@ def cancel_run(name: str, server: PipelineServer) -> None:
 @click.option("--submit", "submit_run", is_flag=True, help="Start a run on the cluster; prints its address.")
 @click.option("--schedule", "when", metavar="WHEN",
               help="Start runs on the cluster by cron ('0 2 * * *', or six fields) or 'every 6 hours'.")  # fmt: skip
-@click.option("--run-name", help="Name of the run; a local one of this name is continued.")
+@click.option("--run-name", help="Name of the run. With --local, an existing run of this name is continued.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE",
               help="Run parameter or dotted recipe key, for example -p epochs=2. Repeatable.")  # fmt: skip
 @click.option("--experiment", default="tailtune", show_default=True, help="Group of runs in the dashboard.")
 @click.option("--watch", is_flag=True, help="With --submit: wait for the end; exit status 1 when it fails.")
-@click.option("--timeout", "timeout_seconds", type=float, help="With --watch: seconds to wait at most.")
-@click.option("--schedule-name", help="With --schedule: its name; the recipe's by default.")
+@click.option("--timeout", "timeout_seconds", type=float, help="With --watch: the longest time to wait, in seconds.")
+@click.option("--schedule-name", help="With --schedule: its name. By default, the recipe's.")
 @click.option("--latest", is_flag=True, help="With --schedule: always the pipeline's latest version.")
 @click.option("--max-concurrency", type=click.IntRange(1, 10), default=1, show_default=True,
-              help="With --schedule: runs at the same time.")  # fmt: skip
-@click.option("--catch-up", is_flag=True, help="With --schedule: make up for runs that were missed.")
-@click.option("--cancel", metavar="RUN", help="End the runs of this name or id, and delete their training jobs.")
+              help="With --schedule: how many runs may be active at the same time.")  # fmt: skip
+@click.option("--catch-up", is_flag=True, help="With --schedule: also start the runs that were missed.")
+@click.option(
+    "--cancel", metavar="RUN", help="Terminate the runs with this name or id, and delete their training jobs."
+)
 @click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
 @click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
-@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, instead of the cluster's own "
-              "registry; TAILTUNE_IMAGE_REGISTRY says the same.")  # fmt: skip
-@click.option("--endpoint", help="Address of the pipeline server; found by the login where not given.")
-@click.option("--namespace", help="Project on the cluster; that of the login where not given.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and parameters; run nothing.")
+@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, if not in the cluster's own "
+              "registry. Overrides TAILTUNE_IMAGE_REGISTRY.")  # fmt: skip
+@click.option("--endpoint", help="Address of the pipeline server. By default, that of the login's project.")
+@click.option("--namespace", help="Project on the cluster. By default, that of the login.")
+@click.option("--dry-run", is_flag=True, help="Check and print the resolved recipe and parameters; run nothing.")
 @click.option("--check", is_flag=True, help="Exit with status 1 and a diff when compiled/ is out of date.")
 @click.option("--list", "list_them", is_flag=True, help="List the built-in recipes and the run parameters.")
 def main(
@@ -218,7 +229,7 @@ def main(
     check: bool,
     list_them: bool,
 ) -> None:
-    """Compile the recipes into compiled/ (no arguments), run one here (--local) or on a cluster (--submit)."""
+    """Compile the recipes into compiled/ (no arguments), or run one here (--local) or on a cluster (--submit)."""
     share_cores()
     modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
              "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
@@ -253,34 +264,35 @@ def main(
             server = PipelineServer(find_connection(endpoint, namespace))
             if unschedule is not None:
                 if not server.unschedule(unschedule):
-                    raise UserError(f"there is no schedule '{unschedule}'; see --list-schedules")
+                    raise UserError(f"there is no schedule '{unschedule}'", "see --list-schedules")
                 click.echo(f"schedule '{unschedule}' deleted", err=True)
             else:
                 click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
         elif runs:
-            given = local_parameters(parse_parameters(parameters))
+            overrides = local_parameters(parse_parameters(parameters))
             if local_run:
-                recipe = local_recipe(recipe_name, run_name, given)
+                recipe = local_recipe(recipe_name, run_name, overrides)
             else:
                 loaded = load_recipe(recipe_name or "survival")
-                recipe = with_overrides(loaded, given)
+                recipe = with_overrides(loaded, overrides)
             if dry_run:
+                check_recipe(recipe)
                 _print_resolved(recipe)
                 return
             name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
-            if not RUN_NAME.fullmatch(name):
-                raise UserError(f"--run-name '{name}': use letters, digits, '-', '_' and '.', at most 100, "
-                                "and no '-' or '.' in front")  # fmt: skip
+            check_run_name(name, "--run-name")
             if local_run:
                 succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
                 click.echo(Path("runs") / name)
                 sys.exit(0 if succeeded else 1)
+            # everything is checked before anything is uploaded
             if when is not None:
-                trigger(when)  # before anything is uploaded
+                trigger(when)
+            check_recipe(recipe)
             server = PipelineServer(find_connection(endpoint, namespace))
             if when is not None:
                 schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,
-                         latest=given if latest else None, max_concurrency=max_concurrency,
+                         latest=overrides if latest else None, max_concurrency=max_concurrency,
                          catch_up=catch_up)  # fmt: skip
             else:
                 succeeded = submit(
@@ -295,9 +307,4 @@ def main(
 
 
 def _print_resolved(recipe: Recipe) -> None:
-    from tailtune.train.arguments import check_trainer_arguments
-    from tailtune.train.hardware import find_profile
-
-    check_trainer_arguments(recipe)
-    find_profile("cpu", recipe.hardware.profile)
     click.echo(json.dumps({"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json())}, indent=2))

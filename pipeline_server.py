@@ -1,7 +1,7 @@
 """The pipeline server of OpenShift AI: find it, upload, start, watch, schedule.
 
-Everything goes through kfp's own client. What it does wrong is done here: it waits for ever for a cancelled
-run, and it asks for a Google token after a 401.
+Uses kfp's own client and works around two of its faults: it waits forever for a cancelled run, and it asks for a
+Google token after a 401.
 """
 
 import contextlib
@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tenacity
 from urllib3.exceptions import HTTPError
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.log import log
+from tailtune.retry import TEMPORARY_STATUSES, retry
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DSPA = "dspa"
 """Default name of the DataSciencePipelinesApplication."""
 ENDED = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED")
+"""States of a run that do not change any more."""
 POLL_SECONDS = 5.0
-PATIENCE_SECONDS = 60.0
-"""How long the server may fail in a row."""
-TEMPORARY = (408, 429, 500, 502, 503, 504)
+RETRY_SECONDS = 60.0
+"""How long to keep retrying a failing server."""
+WATCH_RETRY_SECONDS = 600.0
+"""The same while a run is watched."""
 Result = TypeVar("Result")
 
 
@@ -44,16 +45,18 @@ class Connection:
 
 
 def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
-    """Endpoint, project, token and CA: from the flags, the environment, the kubeconfig's context, or the pod.
+    """Return endpoint, project, token and CA: from the flags, the environment, the kubeconfig's context, or the pod.
 
     The environment's names are TAILTUNE_ENDPOINT, TAILTUNE_NAMESPACE, TAILTUNE_TOKEN and TAILTUNE_CA_FILE.
     Raises UserError.
     """
+    from tailtune.jobs.kubernetes import SERVICE_ACCOUNT, KubernetesClient
+
     environment = {name: os.environ.get(f"TAILTUNE_{name}") for name in ("ENDPOINT", "NAMESPACE", "TOKEN", "CA_FILE")}
     endpoint, namespace = endpoint or environment["ENDPOINT"], namespace or environment["NAMESPACE"]
     token, ca_file = environment["TOKEN"], environment["CA_FILE"]
     in_pod = (SERVICE_ACCOUNT / "token").is_file()
-    if in_pod and not _kubeconfig_is_there():
+    if in_pod and not _has_kubeconfig():
         namespace = namespace or (SERVICE_ACCOUNT / "namespace").read_text().strip()
         endpoint = endpoint or f"https://ds-pipeline-{DSPA}.{namespace}.svc:8443"
         token = token or (SERVICE_ACCOUNT / "token").read_text().strip()
@@ -61,55 +64,50 @@ def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
         return Connection(endpoint, namespace, token, ca_file)
     if endpoint and namespace and token:
         return Connection(endpoint, namespace, token, ca_file)
-    from tailtune.jobs.kubernetes import KubernetesClient
-
-    cluster = KubernetesClient(namespace, api_seconds=PATIENCE_SECONDS)
-    token = token or _bearer(cluster.configuration)
+    cluster = KubernetesClient(namespace, api_seconds=RETRY_SECONDS)
+    token = token or _bearer_token(cluster.configuration)
     return Connection(endpoint or _route(cluster), cluster.namespace, token, ca_file)
 
 
-def _kubeconfig_is_there() -> bool:
+def _has_kubeconfig() -> bool:
     paths = os.environ.get("KUBECONFIG", str(Path.home() / ".kube" / "config")).split(os.pathsep)
     return any(Path(path).is_file() for path in paths)
 
 
-def _bearer(configuration: Any) -> str | None:
+def _bearer_token(configuration: Any) -> str | None:
     value = configuration.get_api_key_with_prefix("authorization") or ""
     return value.removeprefix("Bearer ") or None
 
 
 def _route(cluster: Any) -> str:
-    """The server's address as the project's DataSciencePipelinesApplication says it."""
+    """Return the address of the project's pipeline server. Raises UserError."""
     from kubernetes import client
 
+    from tailtune.doctor.cluster import find_pipeline_server
+
     try:
-        found = cluster.call(lambda: cluster.custom.list_namespaced_custom_object(
-            "datasciencepipelinesapplications.opendatahub.io", "v1", cluster.namespace,
-            "datasciencepipelinesapplications"))["items"]  # fmt: skip
+        address = find_pipeline_server(cluster)
     except client.ApiException as error:
         raise UserError(f"cannot ask project {cluster.namespace} for its pipeline server ({error.status} "
-                        f"{error.reason}); give --endpoint") from None  # fmt: skip
-    addresses = [
-        one["status"]["components"]["apiServer"]["externalUrl"]
-        for one in found
-        if (one.get("status") or {}).get("components", {}).get("apiServer", {}).get("externalUrl")
-    ]
-    if not addresses:
-        raise UserError(f"project {cluster.namespace} has no pipeline server; configure one in the dashboard "
+                        f"{error.reason})", "give --endpoint") from None  # fmt: skip
+    if address is None:
+        raise UserError(f"project {cluster.namespace} has no pipeline server", "configure one in the dashboard "
                         "(Data Science Projects, Pipelines), or give --endpoint")  # fmt: skip
-    return str(addresses[0])
+    return address
 
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run that goes on."""
+    """A run that has not ended."""
 
     id: str
     run_name: str
-    """The parameter, by which its training job is labelled; empty for runs that go by their id."""
+    """The parameter `run_name`, with which its training job is labelled. Empty for runs that are named by their id."""
 
 
 class PipelineServer:
+    """A pipeline server, through kfp's client. Its methods raise UserError."""
+
     def __init__(self, connection: Connection) -> None:
         import kfp
 
@@ -118,48 +116,49 @@ class PipelineServer:
             self.client = kfp.Client(host=connection.endpoint, namespace=connection.namespace,
                                      existing_token=connection.token, ssl_ca_cert=connection.ca_file)  # fmt: skip
 
-    def call(self, function: Callable[..., Result], *args: Any, patience: float | None = None, **kwargs: Any) -> Result:
-        """The function's result; tried again for `patience` seconds (a minute) while the server is in trouble.
+    def call(
+        self, function: Callable[..., Result], *args: Any, retry_seconds: float | None = None, **kwargs: Any
+    ) -> Result:
+        """Return `function(*args, **kwargs)`, retried for `retry_seconds` (a minute) while the server fails.
 
-        None for what would be made twice if an answer was lost: runs and schedules.
+        Use 0 for calls that create a run or a schedule: if only the answer was lost, a retry would create another.
         """
         from kfp_server_api import ApiException
 
-        def temporary(error: BaseException) -> bool:
+        def is_temporary(error: BaseException) -> bool:
             return isinstance(error, HTTPError | ConnectionError | TimeoutError) or (
-                isinstance(error, ApiException) and error.status in TEMPORARY
+                isinstance(error, ApiException) and error.status in TEMPORARY_STATUSES
             )
 
         try:
             with _quiet():
-                return tenacity.Retrying(
-                    retry=tenacity.retry_if_exception(temporary),
-                    wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
-                    stop=tenacity.stop_after_delay(PATIENCE_SECONDS if patience is None else patience),
-                    reraise=True,
-                )(function, *args, **kwargs)
+                return retry(
+                    lambda: function(*args, **kwargs),
+                    is_temporary=is_temporary,
+                    seconds=RETRY_SECONDS if retry_seconds is None else retry_seconds,
+                    longest_wait_seconds=15,
+                )
         except ApiException as error:
             if error.status in (401, 403):
-                raise UserError(f"the pipeline server refuses the token ({error.status}); log in with oc login, "
+                raise UserError(f"the pipeline server refuses the token ({error.status})", "log in with oc login, "
                                 f"or check your rights in {self.connection.namespace}") from None  # fmt: skip
             body = " ".join(str(error.body or error.reason).split())[:300]
             raise UserError(f"the pipeline server refuses: {error.status} {body}") from None
         except (HTTPError, ConnectionError, TimeoutError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{self.connection.endpoint} does not answer: {reason}; check --endpoint, and "
-                            "TAILTUNE_CA_FILE where the certificate is the cluster's own") from None  # fmt: skip
+            raise UserError(f"{self.connection.endpoint} does not answer: {one_line(error, 200)}", "check --endpoint, "
+                            "and TAILTUNE_CA_FILE where the certificate is the cluster's own") from None  # fmt: skip
 
     def upload(self, path: Path, name: str, version: str) -> tuple[str, str]:
-        """(pipeline, version) ids of this very file; a version of this name is taken as it is."""
+        """Upload a compiled file. Return the ids of the pipeline and the version; an existing version is kept."""
         import kfp_server_api
 
         pipeline = self.call(self.client.get_pipeline_id, name)
-        if pipeline is None:  # without a version yet: kfp's upload_pipeline would choose the first one's name
+        if pipeline is None:  # created without a version: kfp's upload_pipeline would choose the first version's name
             body = kfp_server_api.V2beta1Pipeline(display_name=name, namespace=self.connection.namespace)
             pipeline = self.call(self.client._pipelines_api.pipeline_service_create_pipeline, body).pipeline_id
-        for one in self._versions(pipeline):
-            if one.display_name == version:
-                return pipeline, one.pipeline_version_id
+        for existing in self._versions(pipeline):
+            if existing.display_name == version:
+                return pipeline, existing.pipeline_version_id
         uploaded = self.call(self.client.upload_pipeline_version, str(path), version, pipeline_id=pipeline)
         return pipeline, uploaded.pipeline_version_id
 
@@ -168,38 +167,38 @@ class PipelineServer:
                                                    page_size=100), "pipeline_versions"))  # fmt: skip
 
     def start(self, pipeline: str, version: str, *, experiment: str, run_name: str, parameters: dict[str, Any]) -> str:
-        """The id of a new run. It is asked for once: what did not answer may have made it all the same."""
+        """Start a run and return its id. It is requested only once: a lost answer may belong to a run that exists."""
         group = self.call(self.client.create_experiment, experiment, namespace=self.connection.namespace)
         try:
             run = self.call(self.client.run_pipeline, group.experiment_id, run_name, params=parameters,
-                            pipeline_id=pipeline, version_id=version, patience=0)  # fmt: skip
+                            pipeline_id=pipeline, version_id=version, retry_seconds=0)  # fmt: skip
         except UserError as error:
-            told = f"{error}; see in the dashboard that '{run_name}' is not there before you try again"
-            raise UserError(told) from None
+            check = f"see in the dashboard that '{run_name}' is not there before you try again"
+            raise UserError(error.problem, "; ".join(filter(None, (error.remedy, check)))) from None
         return str(run.run_id)
 
     def address(self, run: str) -> str:
-        """Where a browser shows the run: OpenShift AI's dashboard, when TAILTUNE_DASHBOARD names it.
+        """Return the run's page: in OpenShift AI's dashboard if TAILTUNE_DASHBOARD is set, else in the server's own.
 
-        Source of its path: opendatahub-io/odh-dashboard, frontend/src/routes/pipelines/runs.ts, 2026.
+        Source of the dashboard's path: opendatahub-io/odh-dashboard, frontend/src/routes/pipelines/runs.ts, 2026.
         """
         if dashboard := os.environ.get("TAILTUNE_DASHBOARD"):
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
 
     def terminate(self, name: str) -> list[ActiveRun]:
-        """End the runs that go on and that have this name or id; which they are."""
+        """Terminate active runs with this name or id and return them."""
         runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
                                               namespace=self.connection.namespace), "runs")  # fmt: skip
-        found = []
-        for one in runs:
-            parameters = one.runtime_config.parameters if one.runtime_config else None
-            going = ActiveRun(one.run_id, str((parameters or {}).get("run_name") or ""))
-            if name in (one.display_name, going.id, going.run_name) and one.state not in ENDED:
-                found.append(going)
-                if one.state != "CANCELING":
-                    self._terminate(going.id)
-        return found
+        terminated = []
+        for run in runs:
+            parameters = run.runtime_config.parameters if run.runtime_config else None
+            active = ActiveRun(run.run_id, str((parameters or {}).get("run_name") or ""))
+            if name in (run.display_name, active.id, active.run_name) and run.state not in ENDED:
+                terminated.append(active)
+                if run.state != "CANCELING":
+                    self._terminate(active.id)
+        return terminated
 
     def _terminate(self, run: str) -> None:
         try:
@@ -210,20 +209,23 @@ class PipelineServer:
             log.info("run: %s has ended meanwhile (%s)", run, error)
 
     def watch(self, run: str, timeout_seconds: float | None) -> str:
-        """The run's last state; says each change. Raises UserError when it takes longer than the timeout."""
-        give_up = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        said: dict[str, str] = {}
+        """Wait for the run's end and return its state. Logs each change of a step's state.
+
+        Raises UserError after the timeout.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        states: dict[str, str] = {}
         while True:
-            found = self.call(self.client.get_run, run, patience=600)
-            tasks = (found.run_details.task_details or []) if found.run_details else []
+            details = self.call(self.client.get_run, run, retry_seconds=WATCH_RETRY_SECONDS)
+            tasks = (details.run_details.task_details or []) if details.run_details else []
             for task in tasks:
-                if task.display_name and task.state and said.get(task.display_name) != task.state:
-                    said[task.display_name] = task.state
+                if task.display_name and task.state and states.get(task.display_name) != task.state:
+                    states[task.display_name] = task.state
                     log.info("run: %s %s", task.display_name, task.state.lower())
-            if found.state in ENDED:
-                return str(found.state)
-            if give_up is not None and time.monotonic() > give_up:
-                raise UserError(f"the run goes on after {timeout_seconds:.0f} s; look at {self.address(run)}")
+            if details.state in ENDED:
+                return str(details.state)
+            if deadline is not None and time.monotonic() > deadline:
+                raise UserError(f"the run has not ended after {timeout_seconds:.0f} s", f"see {self.address(run)}")
             time.sleep(POLL_SECONDS)
 
     # ---- schedules ----
@@ -234,9 +236,10 @@ class PipelineServer:
 
     def schedule(self, name: str, when: str, *, pipeline: str, version: str | None, experiment: str,
                  parameters: dict[str, Any], max_concurrency: int, catch_up: bool) -> str:  # fmt: skip
-        """Make the one schedule of this name be so; the id. `version` None is the pipeline's latest, whenever it runs.
+        """Create or replace the schedule with this name and return its id.
 
-        The API cannot change a schedule: another one is created first, then those of the same name go.
+        With `version=None`, each run uses the pipeline's latest version. The API cannot change a schedule: the new one
+        is created before those with the same name are deleted.
         """
         import kfp_server_api as api
 
@@ -252,27 +255,30 @@ class PipelineServer:
             max_concurrency=str(max_concurrency),
             no_catchup=not catch_up,
         )
-        old = [one.recurring_run_id for one in self.schedules() if one.display_name == name]
-        created = self.call(self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, patience=0)
-        for one in old:
-            self.call(self.client.delete_recurring_run, one)
+        replaced = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
+        created = self.call(
+            self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, retry_seconds=0
+        )
+        for schedule_id in replaced:
+            self.call(self.client.delete_recurring_run, schedule_id)
         return str(created.recurring_run_id)
 
     def list_schedules(self) -> list[str]:
-        """A line each: name, when, on or off, id."""
+        """Return one line for each schedule: name, when, enabled or disabled, id."""
         lines = []
-        for one in self.schedules():
-            cron, period = one.trigger.cron_schedule, one.trigger.periodic_schedule
+        for schedule in self.schedules():
+            cron, period = schedule.trigger.cron_schedule, schedule.trigger.periodic_schedule
             when = cron.cron if cron else f"every {period.interval_second} s"
-            lines.append(f"{one.display_name}\t{when}\t{str(one.status).lower()}\t{one.recurring_run_id}")
+            status = str(schedule.status).lower()
+            lines.append(f"{schedule.display_name}\t{when}\t{status}\t{schedule.recurring_run_id}")
         return lines
 
     def unschedule(self, name: str) -> int:
-        """The number of schedules of this name that were deleted."""
-        found = [one.recurring_run_id for one in self.schedules() if one.display_name == name]
-        for one in found:
-            self.call(self.client.delete_recurring_run, one)
-        return len(found)
+        """Delete the schedules with this name and return how many there were."""
+        schedule_ids = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
+        for schedule_id in schedule_ids:
+            self.call(self.client.delete_recurring_run, schedule_id)
+        return len(schedule_ids)
 
 
 INTERVAL = re.compile(r"every (\d+) ?(second|minute|hour|day)s?")
@@ -280,11 +286,14 @@ SECONDS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
 
 
 def trigger(when: str) -> Any:
-    """Of `0 2 * * *` (minute first), `0 0 2 * * *` (second first) or `every 6 hours`. Raises UserError."""
+    """Return the trigger for `0 2 * * *` (minute first), `0 0 2 * * *` (second first) or `every 6 hours`.
+
+    Raises UserError.
+    """
     import kfp_server_api as api
 
-    if found := INTERVAL.fullmatch(when.strip()):
-        seconds = str(int(found[1]) * SECONDS[found[2]])
+    if interval := INTERVAL.fullmatch(when.strip()):
+        seconds = str(int(interval[1]) * SECONDS[interval[2]])
         return api.V2beta1Trigger(periodic_schedule=api.V2beta1PeriodicSchedule(interval_second=seconds))
     return api.V2beta1Trigger(cron_schedule=api.V2beta1CronSchedule(cron=six_fields(when)))
 
@@ -293,7 +302,7 @@ RANGES = (("second", 0, 59), ("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31),
 
 
 def six_fields(when: str) -> str:
-    """The server's notation, seconds first. Raises UserError that names the field which is wrong."""
+    """Return cron in the server's notation, seconds first. Raises UserError that names the wrong field."""
     fields = when.split()
     if len(fields) == 5:
         fields.insert(0, "0")
@@ -303,14 +312,15 @@ def six_fields(when: str) -> str:
         )
     for text, (name, lowest, highest) in zip(fields, RANGES, strict=True):
         for part in text.split(","):
-            found = re.fullmatch(r"(\*|\?|(\d+)(?:-(\d+))?)(?:/(\d+))?", part)
-            numbers = [int(n) for n in (found[2], found[3]) if n] if found else []
-            if found is None or any(not lowest <= n <= highest for n in numbers) or found[4] == "0":
-                raise UserError(f"schedule '{when}': {name} is '{part}'; give {lowest} to {highest}, a range, or *")
+            match = re.fullmatch(r"(\*|\?|(\d+)(?:-(\d+))?)(?:/(\d+))?", part)
+            numbers = [int(number) for number in (match[2], match[3]) if number] if match else []
+            if match is None or any(not lowest <= number <= highest for number in numbers) or match[4] == "0":
+                raise UserError(f"schedule '{when}': {name} is '{part}'", f"give {lowest} to {highest}, a range, or *")
     return " ".join(fields)
 
 
 def _pages(fetch: Callable[[str], Any], field: str) -> Iterator[Any]:
+    """Yield the entries of all pages. `fetch` takes a page's token; `field` is the entries' name in the answer."""
     token = ""
     while True:
         page = fetch(token)
@@ -322,7 +332,7 @@ def _pages(fetch: Callable[[str], Any], field: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """kfp's client prints its own addresses to stdout, which is the user's, and warns of its own future."""
+    """Hide what kfp's client prints to stdout, and its warnings about its own future versions."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,5 +1,5 @@
 """WHERE: one KFP component per step, a thin typed wrapper around one function of `tailtune`.
 
-KFP copies a component's source into a file of its own, so every function imports what it uses.
+KFP copies a component's source into a separate file, so every function imports what it uses.
 Big things travel as paths on volumes, small ones as artifacts that the dashboard shows.
 """

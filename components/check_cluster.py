@@ -1,4 +1,4 @@
-"""Let the doctor look at the cluster first. Mounts nothing: a missing volume is one of its findings."""
+"""Let the doctor check the cluster first. Mounts nothing: a missing volume is one of its findings."""
 
 from kfp import dsl
 
@@ -20,7 +20,7 @@ def check_cluster(
     ca_secret: str,
     trainer_image: str,
 ) -> None:
-    """Fail with the first finding that would stop the run, and the command that mends it."""
+    """Fail with the first finding that would stop the run, and the command that fixes it."""
     from tailtune.doctor.examine import refuse_blocked
     from tailtune.log import step
     from tailtune.recipe.load import parse_recipe, with_overrides

@@ -31,7 +31,7 @@ def resolve_recipe(
     workspace_dir: str,
     local: bool,
 ) -> str:
-    """Return the run (recipe and directories) as JSON; `{run}` in a directory becomes the run's name."""
+    """Return the run (recipe and directories) as JSON. `{run}` in a directory becomes the run's name."""
     from tailtune.log import step
     from tailtune.resolve import resolve_run
 

@@ -1,4 +1,4 @@
-"""Convert the fetched file to Parquet, and see whether it is new."""
+"""Convert the fetched file to Parquet, and check whether the data is new."""
 
 from kfp import dsl
 from kfp.dsl import Markdown, Metrics, Output
@@ -8,9 +8,9 @@ from tailtune import images
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def write_parquet(run: str, source: str, facts: Output[Metrics], note: Output[Markdown]) -> str:
-    """Return the directory of `data.parquet`; nothing when the recipe has been trained on the same.
+    """Return the directory of `data.parquet`, or "" when a promoted run has trained on the same data and settings.
 
-    One output, because the local runner finds no other one for a condition.
+    There is only one output, because the local runner finds no other one for a condition.
     """
     from pathlib import Path
 

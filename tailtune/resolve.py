@@ -8,7 +8,7 @@ from tailtune.errors import UserError
 from tailtune.files import free_bytes, write_json
 from tailtune.log import log
 from tailtune.recipe.load import parse_recipe, with_overrides
-from tailtune.recipe.schema import without_secrets
+from tailtune.recipe.schema import Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
 from tailtune.training_key import has_trained, refuse_other_settings
 
@@ -27,23 +27,18 @@ def resolve_run(
 
     A run without a name takes the id of the pipeline's run.
     """
-    from tailtune.train.arguments import check_trainer_arguments
-    from tailtune.train.hardware import find_profile
-
     name = run_name or pipeline_run
-    if not RUN_NAME.fullmatch(name):
-        raise UserError(f"run_name '{name}': use letters, digits, '-', '_' and '.', at most 100")
+    check_run_name(name, "run_name")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
     if local and recipe.resources.num_nodes != 1:
-        raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node; set num_nodes=1")
-    check_trainer_arguments(recipe)
-    find_profile("cpu", recipe.hardware.profile)
-    given = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
-    for field, text in given.items():
-        if not local and not (text.startswith(f"{MOUNTS[field]}/") and text.endswith("/{run}")):
-            raise UserError(f"{field} '{text}': give a directory below {MOUNTS[field]}, where the volume is, that ends "
-                            "in /{run}, so that runs do not share it")  # fmt: skip
-    directories = {field: Path(text.replace("{run}", name)) for field, text in given.items()}
+        raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node", "set num_nodes=1")
+    check_recipe(recipe)
+    templates = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
+    for field, template in templates.items():
+        if not local and not (template.startswith(f"{MOUNTS[field]}/") and template.endswith("/{run}")):
+            raise UserError(f"{field} '{template}': give a directory below {MOUNTS[field]}, where the volume is, that "
+                            "ends in /{run}, so that runs do not share it")  # fmt: skip
+    directories = {field: Path(template.replace("{run}", name)) for field, template in templates.items()}
     run = Run(name=name, recipe=recipe, local=local, pipeline_run="" if local else pipeline_run, **directories)
     if not local:
         free = ", ".join(f"{MOUNTS[field]} {free_bytes(path) / 1e9:.0f} GB" for field, path in directories.items())
@@ -58,3 +53,20 @@ def resolve_run(
         without_secrets(recipe.data.source),
     )
     return run
+
+
+def check_run_name(name: str, parameter: str) -> None:
+    """Raise UserError unless the name can be a directory's name. `parameter` is what the user calls it."""
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(
+            f"{parameter} '{name}': use letters, digits, '-', '_' and '.', at most 100, and no '-' or '.' in front"
+        )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check what the schema cannot: trainer arguments and hardware profile. Imports torch and TRL. Raises UserError."""
+    from tailtune.train.arguments import check_trainer_arguments
+    from tailtune.train.hardware import find_profile
+
+    check_trainer_arguments(recipe)
+    find_profile("cpu", recipe.hardware.profile)

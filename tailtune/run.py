@@ -120,5 +120,10 @@ class Run(Config):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "run"
+            if all(problem["loc"][:1] == ("recipe",) for problem in error.errors()):  # valid when it was written
+                raise UserError(
+                    f"this run was made by an earlier version of tailtune, with another form of {field}",
+                    "choose another --run-name, or check out that version",
+                ) from None
             problem = f"this is not the output of the resolve step: {field}: {first['msg']}"
             raise UserError(problem, "run the pipeline again") from None

@@ -63,6 +63,15 @@ def tiny_recipe(**overrides: Any) -> Recipe:
     return with_overrides(load_recipe("survival"), {**TINY, **overrides})
 
 
+def as_written_before_train_weights(run: Run) -> str:
+    """`run.json` as earlier versions wrote it, with the former keys of a stage."""
+    document = run.model_dump(mode="json")
+    for stage in document["recipe"]["stages"]:
+        weights = stage.pop("train_weights")
+        stage |= {"kind": "sft", "num_trainable_layers": weights["last_layers"], "train_head": weights["head"]}
+    return json.dumps(document)
+
+
 def write_rows(path: Path, num_rows: int = 50) -> Path:
     """Question/answer rows that a tiny model can learn a little of."""
     rows = [

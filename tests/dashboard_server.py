@@ -1,7 +1,7 @@
-"""As much of the pipeline server's REST API (v2beta1) as `pipeline_server` uses, for the real kfp client.
+"""The part of the pipeline server's REST API (v2beta1) that `pipeline_server` uses, for the real kfp client.
 
-Strict where the real one is: unknown fields are refused by the models of `kfp_server_api`, a pipeline's name is
-taken once, a version needs its pipeline, a cron needs six fields, and every request needs the token.
+As strict as the real one: unknown fields are refused by the models of `kfp_server_api`, pipelines have unique names, a
+version needs its pipeline, cron needs six fields, and every request needs the token.
 """
 
 import json
@@ -22,7 +22,7 @@ class Server(HttpServer):
     def __init__(self) -> None:
         self.token, self.version = "a-token", "2.16.1"
         self.statuses: list[int] = []
-        """Answers to the next requests, instead of their own."""
+        """Statuses of the next answers, which are errors."""
         self.pipelines: dict[str, dict[str, Any]] = {}
         self.versions: dict[str, dict[str, Any]] = {}
         self.files: dict[str, bytes] = {}
@@ -31,9 +31,9 @@ class Server(HttpServer):
         self.recurring: dict[str, dict[str, Any]] = {}
         self.terminated: list[str] = []
         self.on_run: Callable[[dict[str, Any]], None] = lambda run: None
-        """Called with every run that is started by hand."""
+        """Called with every run that is started directly, not by a schedule."""
         self.states: list[str] = ["SUCCEEDED"]
-        """What a run's state is at each look; the last one stays."""
+        """A run's state at each request; the last one stays."""
         super().__init__()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -59,33 +59,27 @@ class Server(HttpServer):
                 return {"multi_user": False}
             case "POST", ["pipelines"]:
                 body = self._body(content, "V2beta1Pipeline")
-                if any(one["display_name"] == body["display_name"] for one in self.pipelines.values()):
+                if body["display_name"] in (entry["display_name"] for entry in self.pipelines.values()):
                     raise Refused(409, f"the name {body['display_name']} already exists")
                 return self._add(self.pipelines, "pipeline_id", body)
             case "POST", ["pipelines", "upload_version"]:
                 return self._add_version(query["pipelineid"], query["name"], request, content)
             case "GET", ["pipelines"]:
-                found = list(self.pipelines.values())
-                for predicate in json.loads(query.get("filter", "{}") or "{}").get("predicates", []):
-                    found = [one for one in found if one[predicate["key"]] == predicate["stringValue"]]
-                return {"pipelines": found}
+                return {"pipelines": _filtered(self.pipelines, query)}
             case "GET", ["pipelines", pipeline, "versions"]:
                 return {"pipeline_versions": [v for v in self.versions.values() if v["pipeline_id"] == pipeline]}
             case "GET", ["experiments"]:
-                found = list(self.experiments.values())
-                for predicate in json.loads(query.get("filter", "{}") or "{}").get("predicates", []):
-                    found = [one for one in found if one[predicate["key"]] == predicate["stringValue"]]
-                return {"experiments": found}
+                return {"experiments": _filtered(self.experiments, query)}
             case "POST", ["experiments"]:
                 return self._add(self.experiments, "experiment_id", self._body(content, "V2beta1Experiment"))
             case "POST", ["runs"]:
                 body = self._body(content, "V2beta1Run")
-                self._version_exists(body["pipeline_version_reference"], latest=False)
+                self._check_version(body["pipeline_version_reference"], latest=False)
                 run = self._add(self.runs, "run_id", body)
                 self.on_run(run)
                 return run
             case "GET", ["runs"]:
-                runs = [{"state": "RUNNING", **one} for one in self.runs.values()]
+                runs = [{"state": "RUNNING", **run} for run in self.runs.values()]
                 return {"runs": [*runs, *self._scheduled_runs()]}
             case "POST", ["runs", run] if run.endswith(":terminate"):
                 run = run.removesuffix(":terminate")
@@ -103,7 +97,7 @@ class Server(HttpServer):
                 return {"state": state, **self.runs[run], "run_details": {"task_details": tasks}}
             case "POST", ["recurringruns"]:
                 body = self._body(content, "V2beta1RecurringRun")
-                self._version_exists(body["pipeline_version_reference"], latest=True)
+                self._check_version(body["pipeline_version_reference"], latest=True)
                 cron = body["trigger"].get("cron_schedule")
                 if cron and len(cron["cron"].split()) != 6:
                     raise Refused(400, "cron: six fields expected")
@@ -112,9 +106,9 @@ class Server(HttpServer):
                 return self._add(self.recurring, "recurring_run_id", {**body, "status": "ENABLED"})
             case "GET", ["recurringruns"]:
                 return {"recurringRuns": list(self.recurring.values())}
-            case "DELETE", ["recurringruns", one]:
-                if self.recurring.pop(one, None) is None:
-                    raise Refused(404, f"recurring run {one} not found")
+            case "DELETE", ["recurringruns", schedule]:
+                if self.recurring.pop(schedule, None) is None:
+                    raise Refused(404, f"recurring run {schedule} not found")
                 return {}
         raise Refused(404, f"{method} {path} not found")
 
@@ -124,14 +118,14 @@ class Server(HttpServer):
         return dict(body)
 
     def _scheduled_runs(self) -> list[dict[str, Any]]:
-        """One of each schedule that is due every so many seconds."""
+        """Return one run for each schedule with an interval."""
         return [
-            {"run_id": f"run-of-{one}", "display_name": f"{schedule['display_name']} 1", "recurring_run_id": one}
-            for one, schedule in self.recurring.items()
+            {"run_id": f"run-of-{key}", "display_name": f"{schedule['display_name']} 1", "recurring_run_id": key}
+            for key, schedule in self.recurring.items()
             if schedule["trigger"].get("periodic_schedule")
         ]
 
-    def _version_exists(self, reference: dict[str, Any], *, latest: bool) -> None:
+    def _check_version(self, reference: dict[str, Any], *, latest: bool) -> None:
         if reference["pipeline_id"] not in self.pipelines:
             raise Refused(404, "pipeline not found")
         version = reference.get("pipeline_version_id")
@@ -140,10 +134,10 @@ class Server(HttpServer):
         if version not in self.versions:
             raise Refused(400, "pipeline version not found")
 
-    def _add(self, where: dict[str, Any], key: str, one: dict[str, Any]) -> dict[str, Any]:
-        one = {**one, key: str(uuid.uuid4())}
-        where[one[key]] = one
-        return one
+    def _add(self, entries: dict[str, Any], key: str, content: dict[str, Any]) -> dict[str, Any]:
+        entry = {**content, key: str(uuid.uuid4())}
+        entries[entry[key]] = entry
+        return entry
 
     def _add_version(self, pipeline: str, name: str, request: Any, content: bytes) -> dict[str, Any]:
         if pipeline not in self.pipelines:
@@ -155,9 +149,19 @@ class Server(HttpServer):
         part = content.split(f"--{boundary[1]}".encode())[1]
         file = part.split(b"\r\n\r\n", 1)[1].removesuffix(b"\r\n")
         list(yaml.safe_load_all(file))
-        one = self._add(self.versions, "pipeline_version_id", {"pipeline_id": pipeline, "display_name": name})
-        self.files[one["pipeline_version_id"]] = file
-        return one
+        version = self._add(self.versions, "pipeline_version_id", {"pipeline_id": pipeline, "display_name": name})
+        self.files[version["pipeline_version_id"]] = file
+        return version
+
+
+def _filtered(entries: dict[str, dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
+    """The entries that match a request's filter."""
+    predicates = json.loads(query.get("filter", "{}") or "{}").get("predicates", [])
+    return [
+        entry
+        for entry in entries.values()
+        if all(entry[predicate["key"]] == predicate["stringValue"] for predicate in predicates)
+    ]
 
 
 @contextmanager

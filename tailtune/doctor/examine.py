@@ -1,4 +1,4 @@
-"""All findings: of this machine, and of the cluster."""
+"""All findings: those of this machine and those of the cluster."""
 
 from collections.abc import Sequence
 
@@ -9,43 +9,42 @@ from tailtune.log import log
 from tailtune.recipe.schema import Recipe
 
 LAPTOP_SECONDS, STEP_SECONDS = 20, 600
-"""How long the cluster's API may fail, for somebody who waits and for a step."""
+"""How long to keep retrying the cluster's API: while a user waits, and in a step of a run."""
 
 
 def examine(
     recipe: Recipe, namespace: str | None = None, *, cluster: bool = True, images: Sequence[str] = ()
 ) -> list[Finding]:
-    """All findings, local ones first; a cluster that cannot be reached is one of them."""
-    return [*local_findings(), *(_of_cluster(recipe, namespace, images, LAPTOP_SECONDS) if cluster else ())]
+    """Return all findings, local ones first. A cluster that cannot be reached is one of them."""
+    return [*local_findings(), *(_on_cluster(recipe, namespace, images, LAPTOP_SECONDS) if cluster else ())]
 
 
 def refuse_blocked(recipe: Recipe, images: Sequence[str] = ()) -> None:
-    """Log what is not in order on the cluster; raise UserError when something would stop the run.
+    """Log what is not in order on the cluster. Raises UserError when something would stop the run.
 
-    For a run's first step, whose own pod does not matter, and which is as patient as those that follow.
+    For the first step of a run: it leaves out its own pod, and retries as long as the steps that follow.
     """
-    findings = _of_cluster(recipe, None, images, STEP_SECONDS)
-    for line in as_lines([one for one in findings if one.status != OK] or findings):
+    findings = _on_cluster(recipe, None, images, STEP_SECONDS)
+    for line in as_lines([finding for finding in findings if finding.status != OK] or findings):
         log.info("doctor: %s", line)
-    if blocking := [one for one in findings if one.status == BLOCKS]:
+    if blocking := [finding for finding in findings if finding.status == BLOCKS]:
         more = f" ({len(blocking) - 1} more above)" if len(blocking) > 1 else ""
-        raise UserError(f"{blocking[0].check}: {blocking[0].message}{more}; {blocking[0].fix}")
+        raise UserError(f"{blocking[0].check}: {blocking[0].message}{more}", blocking[0].fix)
 
 
-def _of_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], api_seconds: float) -> list[Finding]:
+def _on_cluster(recipe: Recipe, namespace: str | None, images: Sequence[str], api_seconds: float) -> list[Finding]:
     from kubernetes.client import ApiException
 
     from tailtune.doctor.cluster import cluster_findings
     from tailtune.jobs.kubernetes import KubernetesClient, in_words
 
-    found = []
+    findings = []
     try:
-        for one in cluster_findings(KubernetesClient(namespace, api_seconds), recipe, images):
-            found.append(one)
+        for finding in cluster_findings(KubernetesClient(namespace, api_seconds), recipe, images):
+            findings.append(finding)
     except UserError as error:
-        problem, _, fix = str(error).partition("; ")
-        found.append(Finding("login", BLOCKS, problem, fix))
-        found.append(Finding("cluster", UNKNOWN, "not looked at any further; --local looks at this machine alone"))
+        findings.append(Finding("login", BLOCKS, error.problem, error.remedy))
+        findings.append(Finding("cluster", UNKNOWN, "not checked any further; --local checks only this machine"))
     except ApiException as error:
-        found.append(Finding("cluster", UNKNOWN, f"not looked at any further: {in_words(error)}", "oc whoami"))
-    return found
+        findings.append(Finding("cluster", UNKNOWN, f"not checked any further: {in_words(error)}", "oc whoami"))
+    return findings

@@ -1,4 +1,4 @@
-"""What the doctor has found, and how it is told."""
+"""What the doctor finds, as lines and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,26 +13,27 @@ GIGABYTE = 10**9
 class Finding:
     check: str
     status: str
-    """`ok`, `unknown` (this account may not look), `warning` or `blocks`."""
+    """`ok`, `unknown` (this account is not allowed to look), `warning` or `blocks`."""
     message: str
     fix: str = ""
-    """The exact command, or what to do."""
+    """The exact command, or what to do. Empty if nothing is to be done."""
 
 
 def as_lines(findings: Sequence[Finding]) -> list[str]:
-    """For a terminal: a line each, the fix below it."""
-    width = max(len(one.check) for one in findings)
+    """Return the findings for a terminal: a line each, with the fix below it."""
+    width = max(len(finding.check) for finding in findings)
     lines = []
-    for one in findings:
-        lines.append(f"{MARKS[one.status]} {one.check:{width}}  {one.message}")
-        if one.fix:
-            lines.append(f"  {'':{width}}  → {one.fix}")
+    for finding in findings:
+        lines.append(f"{MARKS[finding.status]} {finding.check:{width}}  {finding.message}")
+        if finding.fix:
+            lines.append(f"  {'':{width}}  → {finding.fix}")
     return lines
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in findings]
+    return [asdict(finding) for finding in findings]
 
 
 def blocked(findings: Sequence[Finding]) -> bool:
-    return any(one.status == BLOCKS for one in findings)
+    """Return whether a finding would stop the run."""
+    return any(finding.status == BLOCKS for finding in findings)

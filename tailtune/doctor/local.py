@@ -1,7 +1,4 @@
-"""What stands between this place and a run, each finding with the command that mends it.
-
-Local checks always run; the others when there is a cluster. Nothing is changed.
-"""
+"""What would stop a run on this machine: Python, packages, GPU, ports, disk."""
 
 import platform
 import shutil
@@ -18,17 +15,17 @@ from tailtune.jobs.local import count_gpus
 def local_findings() -> Iterator[Finding]:
     yield Finding("python", OK, platform.python_version())
     yield from _packages()
-    gpus = count_gpus()
-    if not gpus:
+    num_gpus = count_gpus()
+    if not num_gpus:
         yield Finding("gpu", OK, "no NVIDIA GPU here: local runs train a small model on the CPU")
     else:
         import torch
 
         if torch.cuda.is_available():
-            names = ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
+            names = ", ".join(torch.cuda.get_device_name(i) for i in range(num_gpus))
             yield Finding("gpu", OK, f"{names}; CUDA {torch.version.cuda}")
         else:
-            yield Finding("gpu", BLOCKS, f"{gpus} GPUs, but torch {torch.__version__} does not see them",
+            yield Finding("gpu", BLOCKS, f"{num_gpus} GPUs, but torch {torch.__version__} does not see them",
                           "install a CUDA build of torch, or a driver that is new enough: nvidia-smi")  # fmt: skip
     try:
         with socket.socket() as probe:
@@ -42,8 +39,8 @@ def local_findings() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """The installed versions against what tailtune asks for."""
-    wrong = []
+    """Compare the installed versions with those that tailtune requires."""
+    mismatches = []
     for text in metadata.requires("tailtune") or []:
         requirement = Requirement(text)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
@@ -51,12 +48,12 @@ def _packages() -> Iterator[Finding]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
+            mismatches.append(f"{requirement.name} is missing")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} is {version}, needed {requirement.specifier}")
-    if wrong:
-        yield Finding("packages", BLOCKS, "; ".join(wrong), "pip install -c constraints.txt -e .")
+            mismatches.append(f"{requirement.name} is {version}, needed {requirement.specifier}")
+    if mismatches:
+        yield Finding("packages", BLOCKS, "; ".join(mismatches), "pip install -c constraints.txt -e .")
     else:
         shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl", "kfp"))
         yield Finding("packages", OK, shown)

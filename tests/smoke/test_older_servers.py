@@ -1,6 +1,6 @@
-"""The compiled file is read by the pipeline servers that OpenShift AI ships: with the protos of their kfp versions.
+"""The pipeline servers that OpenShift AI ships read the compiled files: checked with the protos of their kfp versions.
 
-Each version is installed into an environment of its own, from the package index.
+Each version is installed from the package index into its own environment.
 """
 
 import subprocess
@@ -42,13 +42,13 @@ def test_an_older_server_reads_every_field(tmp_path: Path, version: str) -> None
     for path in sorted(COMPILED.glob("*.yaml")):
         result = subprocess.run([str(python), "-c", PARSE, str(path)], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr[-2000:]
-        found, num_components, num_executors = result.stdout.split()
-        assert found == version and int(num_components) > 10 and int(num_executors) > 5
+        installed, num_components, num_executors = result.stdout.split()
+        assert installed == version and int(num_components) > 10 and int(num_executors) > 5
 
 
 @pytest.mark.slow
-def test_a_field_that_a_server_does_not_know_is_found(tmp_path: Path) -> None:
-    """The parser is strict: else the test above could not fail."""
+def test_an_unknown_field_is_refused(tmp_path: Path) -> None:
+    """The parser is strict: otherwise the test above could not fail."""
     text = (COMPILED / "survival.yaml").read_text(encoding="utf-8")
     path = tmp_path / "survival.yaml"
     path.write_text(text.replace("secretAsVolume:", "secretAsNothing:"), encoding="utf-8")

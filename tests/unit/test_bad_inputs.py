@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from conftest import tiny_recipe
+from conftest import as_written_before_train_weights, tiny_recipe
 
 import pipeline
 import pipeline_cli
@@ -208,6 +208,7 @@ def run_file(text: Callable[[Place], str]) -> Callable[[Place], None]:
 
 
 write_run = run_file(lambda place: a_run(place.tmp).to_json())
+write_earlier_run = run_file(lambda place: as_written_before_train_weights(a_run(place.tmp)))
 
 
 def table(**columns: list[str]) -> Callable[[Place], None]:
@@ -433,6 +434,10 @@ FLAGS: list[Row] = [
      "error: --run-name '../x': use letters, digits, '-', '_' and '.', at most 100, and no '-' or '.' in front"),
     ("--run-name of two words", pipeline_py("--local", "--run-name", "a b"), 2, "error: --run-name 'a b': use letters"),
     ("--run-name empty", pipeline_py("--local", "--run-name", ""), 2, "error: --run-name '': use letters"),
+    ("--run-name of an earlier version's run",
+     after(write_earlier_run, pipeline_py("--local", "--run-name", "mine")), 2,
+     "error: this run was made by an earlier version of tailtune, with another form of recipe.stages.0; "
+     "choose another --run-name, or check out that version"),
     ("--run-name too long", pipeline_py("--local", "--run-name", "x" * 300), 2, "at most 100"),
     ("runs/ is a file", after(file("runs", ""), pipeline_py("--local", "--run-name", "x")), 2,
      "error: cannot write into TMP/runs/x: "),
@@ -461,6 +466,9 @@ COMMANDS: list[Row] = [
     ("ask a broken run", after(run_file(lambda p: '{"name": 3}'), tailtune_command("ask", "hi")), 1,
      "error: runs/mine/workspace/run.json: this is not the output of the resolve step: name: Input should be a valid "
      "string; run the pipeline again"),
+    ("ask a run of an earlier version", after(write_earlier_run, tailtune_command("ask", "hi")), 1,
+     "error: runs/mine/workspace/run.json: this run was made by an earlier version of tailtune, with another form of "
+     "recipe.stages.0; choose another --run-name, or check out that version"),
     ("ask a run that is no JSON", after(run_file(lambda p: "x"), tailtune_command("ask", "hi")), 1,
      "error: runs/mine/workspace/run.json: this is not the output of the resolve step: run: Invalid JSON"),
     ("ask an unknown model", tailtune_command("ask", "hi", "--model", "best"), 2, "'best' is not one of 'tuned'"),

@@ -99,8 +99,8 @@ def test_compiling_repairs_a_drift(compiled_copy: Path, compiled: str) -> None:
     assert (compiled_copy / "survival.yaml").read_text(encoding="utf-8") == compiled
 
 
-def test_nothing_of_the_machine_is_compiled(compiled: str, specification: dict[str, Any]) -> None:
-    """Neither a path of this checkout nor an image that changes under its name."""
+def test_compiled_files_do_not_depend_on_the_machine(compiled: str, specification: dict[str, Any]) -> None:
+    """They contain no path of this checkout, and no image tag that may change its content."""
     assert ":latest" not in compiled
     assert str(ROOT) not in compiled and str(Path.home()) not in compiled
     assert json.loads(inputs(specification)["recipe"]["defaultValue"])["local"] == {}
@@ -110,7 +110,7 @@ def inputs(specification: dict[str, Any]) -> dict[str, Any]:
     return specification["root"]["inputDefinitions"]["parameters"]
 
 
-def test_every_image_is_named_with_a_version(specification: dict[str, Any]) -> None:
+def test_every_image_has_a_version(specification: dict[str, Any]) -> None:
     executors = specification["deploymentSpec"]["executors"].values()
     assert all(re.search(r":\d+\.\d+", executor["container"]["image"]) for executor in executors)
 
@@ -120,12 +120,11 @@ def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
     end = tasks(specification, "root")["stop-jobs"]
     assert end["dependentTasks"] == ["exit-handler-1"], "it runs last"
     assert end["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "and also when the rest has failed"
-    first = tasks(specification, "exit-handler-1")
-    assert "dependentTasks" not in first["check-cluster"] and first["resolve-recipe"]["dependentTasks"] == [
-        "check-cluster"
-    ]
-    news = tasks(specification, "exit-handler-1")["condition-2"]["triggerPolicy"]["condition"]
-    assert news == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
+    steps = tasks(specification, "exit-handler-1")
+    assert "dependentTasks" not in steps["check-cluster"]
+    assert steps["resolve-recipe"]["dependentTasks"] == ["check-cluster"]
+    new_data = steps["condition-2"]["triggerPolicy"]["condition"]
+    assert new_data == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
     branches = tasks(specification, "condition-branches-3")
     for task, name, negated in (("condition-4", "passed", False), ("condition-5", "failed", True)):
         condition = branches[task]["triggerPolicy"]["condition"]
@@ -135,8 +134,8 @@ def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
 
 
 def tasks(specification: dict[str, Any], group: str) -> dict[str, Any]:
-    where = specification["root"] if group == "root" else specification["components"][f"comp-{group}"]
-    return dict(where["dag"]["tasks"])
+    component = specification["root"] if group == "root" else specification["components"][f"comp-{group}"]
+    return dict(component["dag"]["tasks"])
 
 
 def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> None:
@@ -147,10 +146,12 @@ def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> 
     assert inputs(specification)["num_nodes"]["parameterType"] == "NUMBER_INTEGER"
 
 
-def test_every_step_sees_the_three_volumes_by_the_runs_own_claims(compiled: str, specification: dict[str, Any]) -> None:
+def test_every_step_mounts_the_three_volumes_by_the_runs_own_claims(
+    compiled: str, specification: dict[str, Any]
+) -> None:
     platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    none = {"exec-stop-jobs", "exec-check-cluster"}  # a volume that is missing must not hold them back
-    steps = specification["deploymentSpec"]["executors"].keys() - none
+    without = {"exec-stop-jobs", "exec-check-cluster"}  # a missing volume must not block them
+    steps = specification["deploymentSpec"]["executors"].keys() - without
     assert platform.keys() == steps
     for executor in platform.values():
         mounts = {m["mountPath"]: m["pvcNameParameter"]["componentInputParameter"].removeprefix("pipelinechannel--")
@@ -159,9 +160,7 @@ def test_every_step_sees_the_three_volumes_by_the_runs_own_claims(compiled: str,
                           "/shared/workspace": "workspace_pvc"}  # fmt: skip
 
 
-def test_the_steps_that_fetch_and_no_others_see_the_secrets_as_files(
-    compiled: str, specification: dict[str, Any]
-) -> None:
+def test_only_the_steps_that_fetch_see_the_secrets_as_files(compiled: str, specification: dict[str, Any]) -> None:
     platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for name, executor in specification["deploymentSpec"]["executors"].items():
         secrets = {s["mountPath"]: (s["secretNameParameter"]["componentInputParameter"], s["optional"])
@@ -177,7 +176,7 @@ def test_the_steps_that_fetch_and_no_others_see_the_secrets_as_files(
                                "TAILTUNE_CA_FILE": "/etc/tailtune/ca/ca-bundle.crt"}  # fmt: skip
 
 
-def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification: dict[str, Any]) -> None:
+def test_models_run_on_a_gpu_and_steps_that_may_lose_their_node_are_retried(specification: dict[str, Any]) -> None:
     executors = specification["deploymentSpec"]["executors"]
     for name in ("exec-evaluate-model", "exec-write-report", "exec-write-report-2"):
         assert executors[name]["container"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/gpu"
@@ -191,7 +190,7 @@ def test_models_are_asked_on_a_gpu_and_lost_nodes_are_tried_again(specification:
 
 
 def test_compile_time(tmp_path: Path) -> None:
-    """Under 3 s on an idle laptop; a busy machine is given more."""
+    """Under 3 s on an idle laptop; a busy machine gets more time."""
     program = (
         "import sys; from pathlib import Path; import pipeline_cli; from tailtune.recipe.load import load_recipe\n"
         "pipeline_cli.compile_recipe(load_recipe('survival'), Path(sys.argv[1]))\n"
@@ -219,7 +218,7 @@ def test_list() -> None:
 def dry_run(*arguments: str) -> dict[str, Any]:
     result = invoke("--dry-run", *arguments)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr == "", "nothing but the JSON"
+    assert result.stderr == "", "only the JSON is printed"
     return json.loads(result.stdout)
 
 

@@ -1,40 +1,76 @@
-"""Marked lines reach the user, everything reaches the log."""
+"""Lines with the prefix reach the user, everything reaches the log, and errors reach the runner as data."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tailtune.errors import UserError
+from tailtune.log import EVENTS, LINE_PREFIX, log, read_step_errors, step
 
 PROGRAM = """
 import subprocess, sys
 from pathlib import Path
 from pipeline_local import quiet
-with quiet(Path(sys.argv[1])) as errors:
+with quiet(Path(sys.argv[1])):
     print("pages of JSON")
     print("    tailtune | fetch: done", flush=True)
-    subprocess.run(["sh", "-c", "echo 'tailtune | train: error: no data; give data' >&2; echo noise"])
-print("outside", errors)
+    for number in (1, 2):
+        print(f"tailtune | train: step {number}/2 loss 3", flush=True)
+    subprocess.run(["sh", "-c", "echo 'tailtune | train: done' >&2; echo noise"])
+print("outside")
 """
 
 
-def test_only_marked_lines_are_shown(tmp_path: Path) -> None:
-    log = tmp_path / "deep" / "log"
-    result = subprocess.run([sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines() == ["fetch: done"]
-    assert result.stdout.splitlines() == ["outside ['train: no data; give data']"]
-    assert "pages of JSON" in log.read_text() and "noise" in log.read_text()
+def test_only_lines_with_the_prefix_are_shown(tmp_path: Path) -> None:
+    log_path = tmp_path / "deep" / "log"
+    result = subprocess.run([sys.executable, "-c", PROGRAM, str(log_path)], capture_output=True, text=True, check=True)
+    shown = ["fetch: done", "train: step 1/2 loss 3", "train: step 2/2 loss 3", "train: done"]
+    assert result.stderr.splitlines() == shown
+    assert result.stdout.splitlines() == ["outside"]
+    logged = log_path.read_text()
+    assert "pages of JSON" in logged and "noise" in logged and f"{LINE_PREFIX}train: step 2/2 loss 3" in logged
 
 
-def test_steps_overwrite_each_other_on_a_terminal(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from pipeline_local import quiet\n"
-        "with quiet(Path(sys.argv[1])):\n"
-        "    for text in ('train: step 1/2 loss 3', 'train: step 2/2 loss 2', 'train: done'):\n"
-        "        print('tailtune | ' + text, flush=True)\n"
-    )
-    master, slave = os.openpty()
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "log")], stdout=slave, stderr=slave, check=True)
-    os.close(slave)
-    shown = os.read(master, 10_000).decode()
-    os.close(master)
-    assert "\r\x1b[Ktrain: step 2/2" in shown and shown.endswith("train: done\r\n")
+@pytest.fixture
+def stderr_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log goes to the stderr of the test."""
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+
+
+def end_with(error: UserError, name: str = "parquet") -> None:
+    with pytest.raises(SystemExit) as stop, step(name):
+        raise error
+    assert stop.value.code == 1
+
+
+@pytest.mark.usefixtures("stderr_log")
+def test_a_step_reports_its_error_as_data_and_leaves_it_to_the_runner_to_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(EVENTS, str(path))
+    end_with(UserError("no data: error: none; really\nsecond line", "give data"))
+    end_with(UserError("the model did not pass the gate"), "gate")
+    assert json.loads(path.read_text().splitlines()[1]) == {
+        "step": "gate", "problem": "the model did not pass the gate", "remedy": ""}  # fmt: skip
+    errors = [(name, error.problem, error.remedy) for name, error in read_step_errors(path)]
+    assert errors == [
+        ("parquet", "no data: error: none; really\nsecond line", "give data"),
+        ("gate", "the model did not pass the gate", ""),
+    ]
+    shown = capsys.readouterr().err
+    assert "gate: error: the model did not pass the gate\n" in shown and LINE_PREFIX not in shown
+
+
+@pytest.mark.usefixtures("stderr_log")
+def test_without_a_reader_of_events_a_step_logs_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(EVENTS, raising=False)
+    end_with(UserError("no data", "give data"))
+    assert capsys.readouterr().err == f"{LINE_PREFIX}parquet: error: no data; give data\n"
+    assert read_step_errors(tmp_path / "events.jsonl") == []

@@ -1,4 +1,4 @@
-"""Submit and schedule over HTTP, with the real kfp client and the real command line."""
+"""Submitting and scheduling over HTTP, with the real kfp client and the real command line."""
 
 import hashlib
 import json
@@ -50,14 +50,33 @@ def test_exactly_the_compiled_file_is_uploaded_and_started(server: Server) -> No
     assert next(iter(server.experiments.values()))["display_name"] == "tailtune"
 
 
+@pytest.mark.parametrize("mode", [["--submit"], ["--schedule", "0 2 * * *"], ["--schedule", "0 2 * * *", "--latest"]])
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("stages.0.trainer.warmup_step=10",
+         "error: stages.0.trainer.warmup_step is no argument of trl.SFTConfig, did you mean 'warmup_steps'?\n"),
+        ("hardware.profile=B200", "error: hardware.profile 'B200' is not known; use auto or one of T4"),
+    ],
+)  # fmt: skip
+def test_trainer_arguments_and_profile_are_checked_before_anything_is_uploaded(
+    server: Server, mode: list[str], parameter: str, message: str
+) -> None:
+    result = invoke(*mode, "-p", parameter)
+    assert result.exit_code == 2 and result.stderr.startswith(message)
+    assert result.stdout == "" and not server.pipelines and not server.experiments
+    assert not server.runs and not server.recurring
+    assert invoke("--dry-run", "-p", parameter).stderr == result.stderr, "the same check"
+
+
 def test_the_same_file_is_one_version_another_file_is_a_new_one(server: Server, tmp_path: Path) -> None:
     assert invoke("--submit").exit_code == invoke("--submit").exit_code == 0
     digest = hashlib.sha256(COMPILED.read_bytes()).hexdigest()[:8]
-    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
     other = tmp_path / "survival.yaml"
     other.write_bytes(COMPILED.read_bytes() + b"\n# other\n")
-    there.upload(other, "survival", "other")
-    names = [one["display_name"] for one in server.versions.values()]
+    client.upload(other, "survival", "other")
+    names = [version["display_name"] for version in server.versions.values()]
     assert len(server.pipelines) == 1 and len(server.runs) == 2 and len(names) == 2 and names[1] == "other"
     assert names[0].endswith(f"-{digest}")
 
@@ -65,7 +84,7 @@ def test_the_same_file_is_one_version_another_file_is_a_new_one(server: Server, 
 def test_a_compiled_file_that_is_out_of_date_is_not_submitted(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "COMPILED", tmp_path)
+    monkeypatch.setattr(pipeline_cli, "COMPILED", tmp_path)
     (tmp_path / "survival.yaml").write_bytes(COMPILED.read_bytes() + b"\n")
     result = invoke("--submit")
     assert result.exit_code == 2 and "run python pipeline.py first" in result.stderr and not server.pipelines
@@ -84,22 +103,22 @@ def test_watching_ends_with_the_run(
     assert f"the run {states[-1].lower()}" in result.stderr
 
 
-def test_watching_survives_a_server_in_trouble_and_knows_its_timeout(
+def test_watching_retries_a_failing_server_and_ends_with_the_timeout(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
-    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
     invoke("--submit")
     (run,) = server.runs
     server.statuses, server.states = [503, 500], ["RUNNING", "SUCCEEDED"]
-    assert there.watch(run, None) == "SUCCEEDED"
+    assert client.watch(run, None) == "SUCCEEDED"
     server.states = ["RUNNING"]
-    with pytest.raises(UserError, match=r"the run goes on after 0 s; look at http"):
-        there.watch(run, 0.0)
+    with pytest.raises(UserError, match=r"the run has not ended after 0 s; see http"):
+        client.watch(run, 0.0)
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "log in with oc login"), (403, "check your rights")])
-def test_a_refused_token_says_so_and_is_not_shown(server: Server, status: int, words: str) -> None:
+def test_a_refused_token_is_reported_and_not_shown(server: Server, status: int, words: str) -> None:
     server.statuses = [status] * 9
     result = invoke("--submit")
     assert result.exit_code == 2 and words in result.stderr
@@ -107,8 +126,8 @@ def test_a_refused_token_says_so_and_is_not_shown(server: Server, status: int, w
     assert result.stderr.count("\n") == 1
 
 
-def test_no_server_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_server, "PATIENCE_SECONDS", 1)
+def test_a_missing_server_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_server, "RETRY_SECONDS", 1)
     for name, value in (("ENDPOINT", "http://127.0.0.1:9"), ("NAMESPACE", "x"), ("TOKEN", "secret-token")):
         monkeypatch.setenv(f"TAILTUNE_{name}", value)
     result = invoke("--submit")
@@ -120,14 +139,14 @@ def test_applying_a_schedule_twice_leaves_one(server: Server) -> None:
     first = invoke("--schedule", "0 2 * * *", "-p", "epochs=1")
     again = invoke("--schedule", "30 3 * * 1", "--max-concurrency", "2", "--latest")
     assert first.exit_code == again.exit_code == 0, first.stderr + again.stderr
-    (one,) = server.recurring.values()
-    assert one["trigger"]["cron_schedule"]["cron"] == "0 30 3 * * 1"
-    assert one["max_concurrency"] == "2" and one["no_catchup"] is True and one["mode"] == "ENABLE"
-    assert "pipeline_version_id" not in one["pipeline_version_reference"]
-    listed = invoke("--list-schedules")
-    assert listed.stdout.startswith("survival\t0 30 3 * * 1\tenabled\t")
-    ended = invoke("--unschedule", "survival")
-    assert ended.exit_code == 0 and not server.recurring and ended.stderr == "schedule 'survival' deleted\n"
+    (schedule,) = server.recurring.values()
+    assert schedule["trigger"]["cron_schedule"]["cron"] == "0 30 3 * * 1"
+    assert schedule["max_concurrency"] == "2" and schedule["no_catchup"] is True and schedule["mode"] == "ENABLE"
+    assert "pipeline_version_id" not in schedule["pipeline_version_reference"]
+    schedules = invoke("--list-schedules")
+    assert schedules.stdout.startswith("survival\t0 30 3 * * 1\tenabled\t")
+    deletion = invoke("--unschedule", "survival")
+    assert deletion.exit_code == 0 and not server.recurring and deletion.stderr == "schedule 'survival' deleted\n"
     assert invoke("--unschedule", "survival").exit_code == 2
 
 
@@ -144,24 +163,24 @@ def test_cron_gets_six_fields(when: str, cron: str) -> None:
     [("2 * *", "give five or six fields"), ("0 25 * * *", "hour is '25'; give 0 to 23"), ("*/0 * * * *", "minute is"),
      ("0 2 * * mon", "weekday is 'mon'"), ("", "give five or six fields")],
 )  # fmt: skip
-def test_a_schedule_that_is_none_is_refused_before_anything_is_uploaded(server: Server, when: str, words: str) -> None:
+def test_a_wrong_schedule_is_refused_before_anything_is_uploaded(server: Server, when: str, words: str) -> None:
     result = invoke("--schedule", when)
     assert result.exit_code == 2 and words in result.stderr and not server.pipelines
 
 
-def test_a_schedule_of_the_latest_version_carries_what_was_given_alone(server: Server) -> None:
+def test_a_schedule_of_the_latest_version_carries_only_the_given_parameters(server: Server) -> None:
     assert invoke("--schedule", "every 6 hours", "--latest", "-p", "epochs=1").exit_code == 0
-    (one,) = server.recurring.values()
-    assert one["runtime_config"]["parameters"] == {"epochs": 1}, "the recipe is the version's own, also tomorrow"
+    (schedule,) = server.recurring.values()
+    assert schedule["runtime_config"]["parameters"] == {"epochs": 1}, "the recipe is always that of the version"
     refused = invoke("--schedule", "every 6 hours", "--latest", "-p", "data.skip_unchanged=true")
     assert refused.exit_code == 2 and "so -p data.skip_unchanged has no place" in refused.stderr
     pinned = invoke("--schedule", "every 6 hours", "-p", "data.skip_unchanged=true")
     assert pinned.exit_code == 0, pinned.stderr
-    (one,) = server.recurring.values()
-    assert json.loads(one["runtime_config"]["parameters"]["recipe"])["data"]["skip_unchanged"] is True
+    (schedule,) = server.recurring.values()
+    assert json.loads(schedule["runtime_config"]["parameters"]["recipe"])["data"]["skip_unchanged"] is True
 
 
-def test_a_recipe_of_ones_own_is_compiled_and_submitted(
+def test_a_users_own_recipe_is_compiled_and_submitted(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,12 +189,12 @@ def test_a_recipe_of_ones_own_is_compiled_and_submitted(
     Path("mine.json").write_text(json.dumps(recipe))
     result = invoke("--submit", "--recipe", "mine.json")
     assert result.exit_code == 0, result.stderr
-    assert [one["display_name"] for one in server.pipelines.values()] == ["mine"]
+    assert [entry["display_name"] for entry in server.pipelines.values()] == ["mine"]
     (file,) = server.files.values()
-    assert b"accelerator" not in file, "it trains without a GPU, so no step asks for one"
+    assert b"accelerator" not in file, "the recipe trains without a GPU, so no step requests one"
 
 
-def test_the_dashboards_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_in_the_dashboard(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILTUNE_DASHBOARD", "https://data-science-gateway.apps.example.com/")
     result = invoke("--submit")
     (run,) = server.runs
@@ -187,61 +206,72 @@ def test_the_dashboards_address(server: Server, monkeypatch: pytest.MonkeyPatch)
 def test_cancelling_ends_the_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mine", "other"):
         assert invoke("--submit", "--run-name", name).exit_code == 0
-    run = next(one for one, content in server.runs.items() if content["display_name"] == "mine")
+    run = next(run_id for run_id, content in server.runs.items() if content["display_name"] == "mine")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     result = invoke("--cancel", "mine")
     assert result.exit_code == 0 and server.terminated == [run]
     assert "jobs are left to the run's own steps: no cluster to talk to" in result.stderr
     again = invoke("--cancel", run)
-    assert again.exit_code == 0 and server.terminated == [run], "a run that is ending is not told twice"
+    assert again.exit_code == 0 and server.terminated == [run], "a run that is ending is not terminated again"
     server.runs[run]["state"] = "CANCELED"
     assert invoke("--cancel", "mine").exit_code == 2
 
 
-def test_cancelling_deletes_the_jobs_of_the_run_whatever_it_is_called(
+def test_cancelling_by_display_name_deletes_the_jobs_of_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
     (run,) = server.runs
     server.runs[run]["display_name"] = "Duplicate of mine"
-    with cluster(tmp_path / "cluster") as there:
-        monkeypatch.setenv("KUBECONFIG", str(there.kubeconfig))
+    with cluster(tmp_path / "cluster") as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
 
         def jobs(*labels: dict[str, str]) -> None:
             for number, own in enumerate(labels):
                 managed = {"app.kubernetes.io/managed-by": "tailtune", **own}
-                there.jobs[f"job-{number}"] = {"kind": "PyTorchJob", "status": {},
-                                               "metadata": {"name": f"job-{number}", "labels": managed}}  # fmt: skip
-                there.pods[f"job-{number}"] = []
+                name = f"job-{number}"
+                kubernetes.jobs[name] = {
+                    "kind": "PyTorchJob", "status": {}, "metadata": {"name": name, "labels": managed}
+                }  # fmt: skip
+                kubernetes.pods[name] = []
 
         jobs({"tailtune.io/run": "mine"}, {"tailtune.io/pipeline-run": run}, {"tailtune.io/run": "other"})
         result = invoke("--cancel", "Duplicate of mine")
         assert result.exit_code == 0, result.stderr
         assert result.stdout == "job-0\njob-1\n" and "runs ended: 1, jobs deleted: 2 at http://127" in result.stderr
-        nobody = invoke("--cancel", "nobody")
-        assert nobody.exit_code == 2 and f"no run 'nobody' goes on in {NAMESPACE}" in nobody.stderr
-        there.allowed = [one for one in there.allowed if one[1] != "kubeflow.org"]
+        unknown = invoke("--cancel", "unknown")
+        assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; the dash" in unknown.stderr
+        kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[1] != "kubeflow.org"]
         refused = invoke("--cancel", "mine")
         assert refused.exit_code == 2 and "not allowed to list training jobs" in refused.stderr
 
 
-def test_a_run_is_not_made_twice_when_its_answer_is_lost(server: Server) -> None:
-    there = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
-    pipeline_id, version = there.upload(COMPILED, "survival", "one")
-    there.call(there.client.create_experiment, "tailtune", namespace=NAMESPACE)
-    asked = []
+def test_a_run_is_not_started_twice_when_the_answer_is_lost(server: Server) -> None:
+    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    pipeline_id, version = client.upload(COMPILED, "survival", "one")
+    client.call(client.client.create_experiment, "tailtune", namespace=NAMESPACE)
+    requests = []
 
     def break_off(*args: object, **kwargs: object) -> None:
-        asked.append(1)
+        requests.append(args)
         raise ConnectionError("the answer is lost")
 
-    there.client.run_pipeline = break_off
-    with pytest.raises(UserError, match="does not answer: the answer is lost"):
-        there.start(pipeline_id, version, experiment="tailtune", run_name="mine", parameters={})
-    assert len(asked) == 1
+    client.client.run_pipeline = break_off
+    with pytest.raises(
+        UserError, match=r"does not answer: the answer is lost; check --endpoint.*; see in the dashboard"
+    ):
+        client.start(pipeline_id, version, experiment="tailtune", run_name="mine", parameters={})
+    assert len(requests) == 1
 
 
-def test_another_registry_or_other_nodes_are_compiled_for_the_run(server: Server, tmp_path: Path) -> None:
+def test_a_start_that_is_refused_asks_to_check_the_dashboard(server: Server) -> None:
+    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    with pytest.raises(UserError) as error:
+        client.start("none", "none", experiment="tailtune", run_name="mine", parameters={})
+    assert error.value.remedy == "see in the dashboard that 'mine' is not there before you try again"
+
+
+def test_another_registry_and_other_nodes_are_compiled_for_the_run(server: Server, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(ROOT / "pipeline.py"), "--submit", "--image-registry", "quay.io/me",
                "-p", "resources.gpu=", "-p", "resources.node_selector={pool: cpu}"]  # fmt: skip
@@ -255,7 +285,7 @@ def test_another_registry_or_other_nodes_are_compiled_for_the_run(server: Server
     assert wrong.returncode == 2 and "give HOST[:PORT]/PROJECT without scheme and tag" in wrong.stderr
 
 
-def test_the_overrides_are_the_runs_not_the_versions(
+def test_overrides_belong_to_the_run_not_to_the_version(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -271,5 +301,5 @@ def test_the_overrides_are_the_runs_not_the_versions(
 
 def test_an_interval(server: Server) -> None:
     assert invoke("--schedule", "every 6 hours").exit_code == 0
-    (one,) = server.recurring.values()
-    assert one["trigger"]["periodic_schedule"]["interval_second"] == "21600"
+    (schedule,) = server.recurring.values()
+    assert schedule["trigger"]["periodic_schedule"]["interval_second"] == "21600"

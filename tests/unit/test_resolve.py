@@ -1,10 +1,10 @@
-"""What the first step refuses before anything has run."""
+"""The first step checks everything before anything runs."""
 
 import json
 from pathlib import Path
 
 import pytest
-from conftest import tiny_recipe
+from conftest import as_written_before_train_weights, tiny_recipe
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import without_secrets
@@ -19,8 +19,8 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolve(folder: Path, name: str = "mine", *, local: bool = False, **overrides: object) -> Run:
-    places = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
-    return resolve_run(tiny_recipe().to_json(), overrides, name, "", *places, local=local)
+    templates = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
+    return resolve_run(tiny_recipe().to_json(), overrides, name, "", *templates, local=local)
 
 
 def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) -> None:
@@ -31,29 +31,32 @@ def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "two words", "x" * 101])
-def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_cannot_be_a_directorys_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"run_name .*: use letters, digits"):
         resolve(tmp_path, name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_a_name_goes_by_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    places = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
-    run = resolve_run(tiny_recipe().to_json(), {}, "", "0f3c-id", *places, local=False)
+def test_a_run_without_a_name_is_named_by_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+    run = resolve_run(tiny_recipe().to_json(), {}, "", "0f3c-id", *templates, local=False)
     assert run.name == run.pipeline_run == "0f3c-id" and run.models_dir == tmp_path / "models" / "0f3c-id"
-    assert resolve_run(tiny_recipe().to_json(), {}, "mine", "another", *places, local=True).pipeline_run == ""
+    assert resolve_run(tiny_recipe().to_json(), {}, "mine", "another", *templates, local=True).pipeline_run == ""
 
 
 @pytest.mark.parametrize("models_dir", ["TMP/elsewhere/{run}", "TMP/models", "TMP/models/shared", "TMP/models/{run}/x"])
-def test_directories_that_no_pod_shares_or_that_runs_share_are_refused(tmp_path: Path, models_dir: str) -> None:
-    places = [str(tmp_path / "data" / "{run}"), models_dir.replace("TMP", str(tmp_path)),
-              str(tmp_path / "workspace" / "{run}")]  # fmt: skip
+def test_directories_outside_the_volumes_or_shared_by_runs_are_refused(tmp_path: Path, models_dir: str) -> None:
+    templates = [
+        str(tmp_path / "data" / "{run}"),
+        models_dir.replace("TMP", str(tmp_path)),
+        str(tmp_path / "workspace" / "{run}"),
+    ]
     with pytest.raises(UserError, match=r"models_dir '.*': give a directory below .*/models, .* that ends in /\{run\}"):
-        resolve_run(tiny_recipe().to_json(), {}, "mine", "id", *places, local=False)
+        resolve_run(tiny_recipe().to_json(), {}, "mine", "id", *templates, local=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_more_nodes_than_this_machine_is_are_refused_first(tmp_path: Path) -> None:
+def test_more_than_one_node_is_refused_on_one_machine(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="num_nodes is 4, but this machine is one node; set num_nodes=1"):
         resolve(tmp_path, local=True, num_nodes=4)
     assert not list(tmp_path.iterdir())
@@ -79,6 +82,21 @@ def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> N
     resolve(tmp_path, **{"generation.max_new_tokens": 9})
 
 
+def test_a_run_of_an_earlier_version_that_has_trained_is_refused(tmp_path: Path) -> None:
+    run = resolve(tmp_path)
+    run.run_path.write_text(as_written_before_train_weights(run))
+    before = run.run_path.read_bytes()
+    (run.models_dir / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+    (run.models_dir / "checkpoints" / "checkpoint-1" / "complete.json").write_text("{}")
+    with pytest.raises(UserError) as error:
+        resolve(tmp_path)
+    assert error.value.problem == (
+        "this run was made by an earlier version of tailtune, with another form of recipe.stages.0"
+    )
+    assert error.value.remedy == "choose another --run-name, or check out that version"
+    assert run.run_path.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("source", "shown"),
     [
@@ -87,6 +105,6 @@ def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> N
         ("/data/a?b.jsonl", "/data/a?b.jsonl"),
     ],
 )
-def test_what_an_address_hides_is_not_shown(source: str, shown: str) -> None:
+def test_the_secrets_of_an_address_are_not_shown(source: str, shown: str) -> None:
     assert without_secrets(source) == shown
     assert tiny_recipe(data_source=source).public_dump()["data"]["source"] == shown

@@ -1,4 +1,4 @@
-"""What the doctor finds, here and on a cluster, and what it says to do."""
+"""What the doctor finds, on this machine and on a cluster, and the fixes that it gives."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["doctor", *arguments])
 
 
-def test_nothing_stops_a_run_on_a_cluster_that_is_set_up(server: Server) -> None:
+def test_a_cluster_that_is_set_up_has_no_blocking_finding(server: Server) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
     for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is there",
@@ -42,7 +42,7 @@ SECRET = ("secrets", "lyric-professor/huggingface-token")
 
 
 def forbid(server: Server, resource: str) -> None:
-    server.allowed = [one for one in server.allowed if one[2] != resource]
+    server.allowed = [(verb, group, name) for verb, group, name in server.allowed if name != resource]
 
 
 def quota(server: Server, hard: str, used: str) -> None:
@@ -69,18 +69,18 @@ def allow_servers(server: Server) -> None:
         (lambda s: s.install_trainer(only=True), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
          "trainingoperator"),
         (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
-         "may not patch trainjobs", "components/trainjob"),
+         "is not allowed to patch trainjobs", "components/trainjob"),
         (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.remove("torch-distributed")), [],
          "no ClusterTrainingRuntime torch-distributed", "component trainer"),
         (lambda s: (s.install_trainer(only=True),
                     s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
-         "may not be read by this account: not checked", "oc apply -k deploy/cluster-admin/"),
-        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "may not create pytorchjobs",
+         "this account is not allowed to read it: not checked", "oc apply -k deploy/cluster-admin/"),
+        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "is not allowed to create pytorchjobs",
          "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
         (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
-        (lambda s: forbid(s, "pods/log"), [], "may not get pods/log in lyric-professor",
+        (lambda s: forbid(s, "pods/log"), [], "is not allowed to get pods/log in lyric-professor",
          "oc policy add-role-to-user edit"),
-        (lambda s: None, ["-p", "queue=team"], "may not be read by this account: not checked", ""),
+        (lambda s: None, ["-p", "queue=team"], "this account is not allowed to read it: not checked", ""),
         (lambda s: (s.allowed.append(("get", "kueue.x-k8s.io", "*")), s.groups.append("kueue.x-k8s.io")),
          ["-p", "queue=team"], "does not exist", "oc get localqueue; then -p queue=NAME"),
         (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "has no Kueue", "-p queue="),
@@ -100,7 +100,7 @@ def allow_servers(server: Server) -> None:
          "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
          "no pipeline server", "no queue named"],
 )  # fmt: skip
-def test_a_finding_names_what_is_wrong_and_the_fix(
+def test_a_finding_reports_the_fault_and_its_fix(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Server], None],
@@ -110,34 +110,34 @@ def test_a_finding_names_what_is_wrong_and_the_fix(
 ) -> None:
     fault(server)
     result = invoke(*arguments, "--json")
-    found = [one for one in json.loads(result.output) if one["status"] != "ok"]
-    assert any(message in one["message"] and fix in one["fix"] for one in found), found
-    assert result.exit_code == any(one["status"] == "blocks" for one in found)
+    faults = [finding for finding in json.loads(result.output) if finding["status"] != "ok"]
+    assert any(message in finding["message"] and fix in finding["fix"] for finding in faults), faults
+    assert result.exit_code == any(finding["status"] == "blocks" for finding in faults)
 
 
-def test_one_node_is_warned_of_a_volume_for_one_node(server: Server) -> None:
+def test_a_read_write_once_volume_is_a_warning_for_one_node(server: Server) -> None:
     server.access_mode = "ReadWriteOnce"
     result = invoke("-p", "num_nodes=1")
     assert result.exit_code == 0 and "when they come to different nodes" in result.output
 
 
-def test_no_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     result = invoke()
     assert result.exit_code == 1 and "✗ login" in result.output and "log in with oc login" in result.output
     assert invoke("--local").exit_code == 0
 
 
-def test_other_packages_than_needed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_outdated_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         local.metadata, "requires", lambda name: ["torch>=99", "nothing-of-this-name", 'ruff; extra == "dev"']
     )
-    (packages,) = [one for one in local.local_findings() if one.check == "packages"]
+    (packages,) = [finding for finding in local.local_findings() if finding.check == "packages"]
     assert packages.status == findings.BLOCKS and "needed >=99; nothing-of-this-name is missing" in packages.message
     assert "ruff" not in packages.message
 
 
-def test_what_is_there_is_said_without_its_content(server: Server) -> None:
+def test_secrets_are_reported_without_their_content(server: Server) -> None:
     allow_images(server)
     quota(server, "8", "4")
     server.objects |= {
@@ -154,14 +154,14 @@ def test_what_is_there_is_said_without_its_content(server: Server) -> None:
     assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
 
 
-def test_a_cluster_with_trainjob_alone_will_do(server: Server) -> None:
+def test_a_cluster_with_only_trainjob_is_enough(server: Server) -> None:
     server.install_trainer(only=True)
     result = invoke()
     assert result.exit_code == 0, result.output
     assert "TrainJob is there" in result.output and "torch-distributed is there" in result.output
 
 
-def test_the_runners_permissions_are_asked_where_the_account_may_ask(server: Server) -> None:
+def test_the_runners_permissions_are_checked_if_the_account_is_allowed_to_ask(server: Server) -> None:
     assert "permissions                may" in invoke().output and server.reviewed is None
     server.allowed.append(("create", "authorization.k8s.io", "localsubjectaccessreviews"))
     assert "permissions of the runner  may" in invoke().output
@@ -171,9 +171,9 @@ def test_the_runners_permissions_are_asked_where_the_account_may_ask(server: Ser
 @pytest.mark.parametrize(
     ("version", "blocks", "words"),
     [("2.16.1", False, "version 2.16.1, needed is 2.14.3 or newer"), ("2.5.0", True, "version 2.5.0"),
-     ("", False, "it does not tell its version")],
+     ("", False, "it does not report its version")],
 )  # fmt: skip
-def test_the_pipeline_server_must_read_what_is_compiled_here(
+def test_the_pipeline_server_must_read_the_compiled_files(
     server: Server, version: str, blocks: bool, words: str
 ) -> None:
     dashboard = dashboard_server.Server()
@@ -188,7 +188,7 @@ def test_the_pipeline_server_must_read_what_is_compiled_here(
     assert "does not answer: ConnectionError" in invoke().output
 
 
-def test_the_first_step_of_a_run_ends_with_what_blocks_and_its_fix(
+def test_the_first_step_of_a_run_fails_with_the_blocking_finding_and_its_fix(
     server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server.claims.discard("workspace-pvc")
@@ -204,7 +204,7 @@ def test_the_first_step_of_a_run_ends_with_what_blocks_and_its_fix(
     refuse_blocked(load_recipe("survival"))
 
 
-def test_what_is_not_for_every_pod_or_not_named_by_a_tag_stops_nobody(server: Server) -> None:
+def test_scoped_quotas_and_images_without_a_tag_do_not_block(server: Server) -> None:
     quota(server, "0", "0")
     server.objects["resourcequotas", "lyric-professor/gpus"]["spec"] = {"scopes": ["BestEffort"]}
     server.objects[SECRET] = {"data": {"HF_TOKEN": "eA=="}}
