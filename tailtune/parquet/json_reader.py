@@ -5,10 +5,11 @@ A row is accepted or rejected for itself, never for its neighbours.
 
 import json
 import math
+import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,24 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from tailtune.errors import UserError
-from tailtune.parquet.lines import Bad, Batch, Block, Reject, cut_lines, is_utf8, make_reject, table_of, without_bad
+from tailtune.parquet import lines as source_lines
+from tailtune.parquet.lines import (
+    Bad,
+    Batch,
+    Block,
+    cut_lines,
+    is_utf8,
+    make_reject,
+    open_source,
+    read_chunks,
+    table_of,
+    too_long,
+    without_bad,
+    without_bom,
+)
+
+MAX_ARRAY_BYTES = 256 << 20
+"""A larger JSON array, decompressed, is refused: an array is read into memory as a whole."""
 
 
 def read_json_lines(chunks: Iterator[bytes], names: list[str]) -> Iterator[Batch]:
@@ -24,11 +42,13 @@ def read_json_lines(chunks: Iterator[bytes], names: list[str]) -> Iterator[Batch
     yield from _ahead(lambda block: _parse_json_lines(block, names), cut_lines(chunks))
 
 
-def read_json(chunks: Iterator[bytes], names: list[str]) -> Iterator[Batch]:
-    """The same from a JSON array; a file that does not begin with `[` is read as JSON Lines."""
-    is_array, chunks = _peek_array(chunks)
-    blocks = _array_blocks(chunks) if is_array else cut_lines(chunks)
-    yield from _ahead(lambda block: _parse_json_lines(block, names), blocks)
+def read_json(source: Path, compression: str | None, names: list[str]) -> Iterator[Batch]:
+    """Batches of the columns `names` from a JSON array; a file without one is read as JSON Lines."""
+    if _is_array(source, compression):
+        for elements in _batched(_array_elements(_read_array(source, compression))):
+            yield _parse_slow(elements, names)
+    else:
+        yield from read_json_lines(without_bom(read_chunks(source, compression)), names)
 
 
 class _Object(list[Any]):
@@ -67,7 +87,7 @@ def _parse_json_lines(block: Block, names: list[str]) -> Batch:
         if batch is None and len(data) > 1 << 16 and len(lines) > 1:
             pieces[:0] = _halves(data, lines)
         else:
-            batches.append(batch or _parse_slow(data, lines, names))
+            batches.append(batch or _parse_slow(zip(lines.tolist(), data.split(b"\n"), strict=False), names))
     return Batch(
         pa.concat_tables([batch.columns for batch in batches]),
         np.concatenate([batch.lines for batch in batches]),
@@ -136,14 +156,17 @@ def _object_spans(data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray] | No
     return (index, begins, ends) if len(index) else None
 
 
-def _parse_slow(data: bytes, lines: np.ndarray, names: list[str]) -> Batch:
+def _parse_slow(texts: Iterable[tuple[int, bytes]], names: list[str]) -> Batch:
+    """The rows of (line, text) pairs, with Python's parser."""
     rows, raws, kept, rejects = [], [], [], []
     keys: set[str] = set()
-    for line, raw in zip(lines.tolist(), data.split(b"\n"), strict=False):
+    for line, raw in texts:
         text = raw.strip(b" \t\r\n")
         if not text:
             continue
         try:
+            if len(text) > source_lines.MAX_LINE_BYTES:
+                raise Bad(too_long())
             rows.append(_json_row(text, names))
         except Bad as bad:
             rejects.append(make_reject(line, str(bad), text))
@@ -195,99 +218,84 @@ def _ahead(parse: Callable[[Block], Batch], blocks: Iterator[Block]) -> Iterator
             yield pending.popleft().result()
 
 
-# -- JSON array → JSON lines -----------------------------------------------------------------------
+# -- JSON arrays -----------------------------------------------------------------------------------
+
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
+"""A quoted text (its end may be missing), a bracket, or a comma."""
+_BLANKS = re.compile(rb"[ \t\r\n]*+")
 
 
-def _peek_array(chunks: Iterator[bytes]) -> tuple[bool, Iterator[bytes]]:
-    """Whether the first character is `[`. Many files named .json hold JSON Lines."""
-    head = b""
-    for chunk in chunks:
-        head += chunk
-        if head.strip():
-            break
-    return head.lstrip().startswith(b"["), chain([head], chunks)
+def _is_array(source: Path, compression: str | None) -> bool:
+    """Return whether the first character is `[`. Many files named .json hold JSON Lines."""
+    with open_source(source, compression) as file:
+        while character := file.read(1):
+            if character.strip():
+                return character == b"["
+    return False
 
 
-def _array_blocks(chunks: Iterator[bytes]) -> Iterator[Block]:
-    """The elements of a JSON array as lines, each with the source line on which it begins."""
-    begins: deque[np.ndarray] = deque()
-    for block in cut_lines(_elements_to_lines(chunks, begins)):
-        count = len(block.lines) or len(block.rejects)
-        while len(begins) > 1 and len(begins[0]) < count:
-            begins.appendleft(np.concatenate([begins.popleft(), begins.popleft()]))
-        lines, begins[0] = begins[0][:count], begins[0][count:]
-        if block.rejects:
-            _, reason, text = block.rejects[0]
-            text = text.lstrip(" \t\r")
-            line = int(lines[0]) + block.rejects[0].text.removesuffix(text).count("\r")
-            yield block._replace(rejects=[Reject(line, reason, text)])
-            continue
-        data = np.frombuffer(block.data, np.uint8)
-        ends = np.flatnonzero(data == 10)
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        solid = np.flatnonzero((data != 32) & (data != 13) & (data != 9))  # the line's own end at the latest
-        breaks = np.flatnonzero(data == 13)
-        first = solid[np.searchsorted(solid, starts)]
-        yield block._replace(lines=lines + np.searchsorted(breaks, first) - np.searchsorted(breaks, starts))
+def _read_array(source: Path, compression: str | None) -> bytearray:
+    """Return the whole file. Raises UserError above MAX_ARRAY_BYTES."""
+    data = bytearray()
+    for chunk in without_bom(read_chunks(source, compression)):
+        data += chunk
+        if len(data) > MAX_ARRAY_BYTES:
+            raise UserError(
+                f"{source} is a JSON array of more than {MAX_ARRAY_BYTES >> 20} MiB",
+                "convert it to JSON Lines with `jq -c '.[]'` and set data.source to the result",
+            )
+    return data
 
 
-def _elements_to_lines(chunks: Iterator[bytes], begins: deque[np.ndarray]) -> Iterator[bytes]:
-    """Put a line end for every comma between elements, in whole-chunk numpy steps.
+def _array_elements(data: bytearray) -> Iterator[tuple[int, bytes]]:
+    """Yield every element of the array in `data` with the source line on which it begins.
 
-    Structure is what stands outside texts: quotes that are not escaped toggle, brackets count.
-    A source line end becomes a carriage return outside texts (white space to JSON, and countable)
-    and a control character inside (an error to JSON, as before). `begins` gets, for every line
-    that is begun, the source line of its first byte. About 250 MB/s.
+    Only brackets, commas, and quotes are looked at, so that a broken element does not affect its
+    neighbours. Raises UserError when the array has no end or is not the last thing in the file.
     """
-    line, depth, inside, held = 1, 0, 0, b""
-    begins.append(np.array([1]))
-    last_cut = 1
-    for chunk in chain(chunks, [b""]):
-        text = held + chunk
-        # An escape must not be cut in two: an odd last backslash waits for the next chunk.
-        odd = chunk and (len(text) - len(text.rstrip(b"\\"))) % 2
-        text, held = (text[:-1], b"\\") if odd else (text, b"")
-        if not text:
+    line, counted, depth, begin = 1, 0, 0, 0
+    for token in _TOKENS.finditer(data):
+        character = data[token.start()]
+        if character == ord('"'):
             continue
-        bare = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
-        data = np.frombuffer(bare, np.uint8)
-        inside_text = np.bitwise_xor.accumulate((data == ord('"')).view(np.uint8)) ^ inside
-        inside = int(inside_text[-1])
-        outside = inside_text == 0
-        folded = data | 32  # [ { and ] } in pairs
-        marks = np.flatnonzero(((folded == ord("{")) | (folded == ord("}")) | (data == ord(","))) & outside)
-        steps = np.where(data[marks] == ord(","), 0, np.where(folded[marks] == ord("{"), 1, -1))
-        depths = depth + np.cumsum(steps)
-        closed = np.flatnonzero(depths <= 0)
-        line_ends = np.flatnonzero(data == 10)
-        cuts = marks[(depths == 1) & (steps == 0)]
-        out = np.frombuffer(text, np.uint8).copy()
-        out[(out == 13) & outside] = 32
-        out[line_ends] = np.where(outside[line_ends], 13, 1)
-        if depth == 0 and len(marks):  # the array's own bracket
-            out[marks[0]] = 32
-        if len(closed):
-            end = int(marks[closed[0]])
-            cuts = np.append(cuts[cuts < end], end)
-            _nothing_follows(text[end + 1 :] + held, chunks, line + int(np.searchsorted(line_ends, end)))
-            out = out[: end + 1]
-        out[cuts] = 10
-        begins.append(line + np.searchsorted(line_ends, cuts))
-        last_cut = int(begins[-1][-1]) if len(cuts) else last_cut
-        yield out.tobytes()
-        if len(closed):
+        if character in b"[{":
+            depth += 1
+            begin = begin or token.end()  # the array's own bracket
+        elif character in b"]}":
+            depth -= 1
+        if depth <= 0 or (depth == 1 and character == ord(",")):
+            first = _end_of_blanks(data, begin)
+            line, counted = line + data.count(b"\n", counted, first), first
+            yield line, bytes(data[first : min(token.start(), first + source_lines.MAX_LINE_BYTES + 1)])
+            begin = token.end()
+        if depth <= 0:
+            rest = _end_of_blanks(data, begin)
+            if rest < len(data):
+                line += data.count(b"\n", counted, rest)
+                raise UserError(f"line {line}: text follows the end of the JSON array", "a file holds one array")
             return
-        depth = int(depths[-1]) if len(depths) else depth
-        line += len(line_ends)
+    line += data.count(b"\n", counted, begin)
     raise UserError(
-        f"the JSON array does not end: the file is cut off, or a quote or bracket is missing in the row "
-        f"after line {last_cut}; fetch it again, or correct that row"
+        "the JSON array does not end: the file is cut off, or a quote or bracket is missing in the row "
+        f"after line {line}",
+        "fetch it again, or correct that row",
     )
 
 
-def _nothing_follows(rest: bytes, chunks: Iterator[bytes], line: int) -> None:
-    for text in chain([rest], chunks):
-        if text.strip():
-            line += text[: len(text) - len(text.lstrip())].count(b"\n")
-            raise UserError(f"line {line}: text follows the end of the JSON array; a file holds one array")
-        line += text.count(b"\n")
+def _end_of_blanks(data: bytearray, begin: int) -> int:
+    """Return the index of the first byte from `begin` that is not white space."""
+    match = _BLANKS.match(data, begin)
+    assert match is not None
+    return match.end()
+
+
+def _batched(elements: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    """Yield the elements in lists of about BLOCK_BYTES."""
+    batch, num_bytes = [], 0
+    for element in elements:
+        batch.append(element)
+        num_bytes += len(element[1])
+        if num_bytes > source_lines.BLOCK_BYTES or len(batch) >= source_lines.BLOCK_LINES:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch

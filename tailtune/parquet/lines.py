@@ -1,6 +1,8 @@
 """The parts that every reader of rows shares: blocks of whole lines, good rows, and reasons for bad ones."""
 
+import io
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,15 @@ class Block(NamedTuple):
     rejects: list[Reject]
 
 
+@contextmanager
+def open_source(source: Path, compression: str | None) -> Iterator[io.BufferedReader]:
+    """Open a file for reading bytes, decompressed and without a byte order mark."""
+    with io.BufferedReader(pa.input_stream(source, compression=compression), BLOCK_BYTES) as file:
+        if file.peek(len(BOM)).startswith(BOM):
+            file.read(len(BOM))
+        yield file
+
+
 def read_chunks(source: Path, compression: str | None) -> Iterator[bytes]:
     with pa.input_stream(source, compression=compression) as stream:
         while chunk := stream.read(BLOCK_BYTES):
@@ -67,7 +78,7 @@ def cut_lines(chunks: Iterable[bytes]) -> Iterator[Block]:
     for chunk in _end_last_line(chunks):
         first, last = chunk.find(b"\n"), chunk.rfind(b"\n")
         if first >= 0 and rest_bytes + first > MAX_LINE_BYTES:
-            yield Block(b"", np.empty(0, np.int64), [_too_long(line, b"".join([*rest, chunk[:first]]))])
+            yield Block(b"", np.empty(0, np.int64), [make_reject(line, too_long(), b"".join([*rest, chunk[:first]]))])
             rest, rest_bytes = [], 0
             line += 1
             chunk = chunk[first + 1 :]
@@ -108,9 +119,10 @@ def _end_last_line(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"\n"
 
 
-def _too_long(line: int, text: bytes) -> Reject:
+def too_long() -> str:
+    """The reason to reject a line or array element over the limit."""
     limit = f"{MAX_LINE_BYTES >> 20} MiB" if MAX_LINE_BYTES >= 1 << 20 else f"{MAX_LINE_BYTES} bytes"
-    return make_reject(line, f"line longer than {limit}", text)
+    return f"line longer than {limit}"
 
 
 def make_reject(line: int, reason: str, text: bytes | str) -> Reject:

@@ -75,7 +75,7 @@ def read_rows(source: Path, declared: str, names: list[str], scratch: Path) -> G
         elif kind == "txt":
             yield from _read_txt(cut_lines(chunks), names)
         elif kind == "json":
-            yield from read_json(chunks, names)
+            yield from read_json(source, compression, names)
         else:
             yield from read_json_lines(chunks, names)
     except (OSError, pa.ArrowException) as error:
