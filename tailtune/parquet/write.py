@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,7 +162,7 @@ class _Result:
 def _convert(source: Path, directory: Path, data: Data) -> _Result:
     """Read, map, remove duplicates, write. Reading and writing each run in a thread beside this one."""
     result = _Result(source, num_rows=0, num_rejected=0, num_duplicates=0, examples=[], keys=set())
-    seen = _SeenRows()
+    seen: set[bytes] = set()
     batches = read_rows(source, data.format, _source_columns(data), directory)
     with (
         (directory / REJECTS).open("w", encoding="utf-8", errors="backslashreplace") as rejects_file,
@@ -172,7 +171,7 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
     ):
         for batch in batches:
             table = _fill_columns(batch.columns, data.columns)
-            fresh = seen.add(_row_hashes(table))
+            fresh = _unseen(table, seen)
             table, fresh, rejects, full = _up_to_max_rows(table, fresh, batch, data.max_rows, result.num_rows)
             num_fresh = int(fresh.sum())
             write(table if num_fresh == len(fresh) else table.filter(pa.array(fresh)))
@@ -223,70 +222,22 @@ def _fill_columns(table: pa.Table, columns: dict[str, str]) -> pa.Table:
 # -- duplicates ------------------------------------------------------------------------------------
 
 
-def _row_hashes(table: pa.Table) -> np.ndarray:
-    """(rows, 2) uint64: the 128-bit XXH3 of every row.
+def _unseen(table: pa.Table, seen: set[bytes]) -> np.ndarray:
+    """Return the mask, bool [rows], of the rows that are new, and add their 16-byte digests to `seen`.
 
-    With 128 bits the chance that five million distinct rows share a hash anywhere is 4e-26, so equal
-    hashes count as equal rows; 64 bits would lose a row in one of 1.5 million such files. The byte
-    0xff stands in no UTF-8 text, so that ("ab", "c") and ("a", "bc") differ.
+    Equal digests count as equal rows: with the 128 bits of XXH3, the chance that any two of five
+    million distinct rows share one is 4e-26. With 64 bits, one in 1.5 million such files would lose
+    a row. No UTF-8 text contains the byte 0xff, so ("ab", "c") and ("a", "bc") differ.
     """
     columns = [column.cast(pa.binary()) for column in table.columns]
-    rows = pc.binary_join_element_wise(*columns, b"\xff").combine_chunks()
-    if not len(rows):
-        return np.empty((0, 2), np.uint64)
-    _, offsets, values = rows.buffers()
-    ends = np.frombuffer(offsets, np.int32)[rows.offset : rows.offset + len(rows) + 1].tolist()
-    text, digest = memoryview(values or b""), xxhash.xxh3_128_digest
-    digests = b"".join([digest(text[begin:end]) for begin, end in pairwise(ends)])
-    return np.frombuffer(digests, np.uint64).reshape(-1, 2)
-
-
-class _SeenRows:
-    """The hashes so far in an open-addressing table: 32 to 64 bytes a row, a Python set takes 100."""
-
-    def __init__(self) -> None:
-        self.low = np.zeros(1 << 16, np.uint64)  # 0 is a free slot
-        self.high = np.zeros(1 << 16, np.uint64)
-        self.num_rows = 0
-
-    def add(self, hashes: np.ndarray) -> np.ndarray:
-        """Mask of the rows that stand neither in the table nor earlier in `hashes`."""
-        low, high = np.maximum(hashes[:, 0], 1), hashes[:, 1]
-        while self.num_rows + len(low) > len(self.low) // 2:
-            self._grow()
-        fresh = np.ones(len(low), bool)
-        ordered = np.sort(low)
-        if np.any(ordered[1:] == ordered[:-1]):  # numpy keeps the last of several writes to one slot
-            fresh[:] = False
-            fresh[np.unique(hashes, axis=0, return_index=True)[1]] = True
-        rows = np.flatnonzero(fresh)
-        fresh[rows] = self._insert(low[rows], high[rows])
-        self.num_rows += int(fresh.sum())
-        return fresh
-
-    def _grow(self) -> None:
-        low, high = self.low, self.high
-        self.low, self.high = np.zeros(2 * len(low), np.uint64), np.zeros(2 * len(low), np.uint64)
-        for start in range(0, len(low), 1 << 18):
-            used = start + np.flatnonzero(low[start : start + (1 << 18)])
-            self._insert(low[used], high[used])
-
-    def _insert(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Mask of the rows that were not in the table. The rows differ from each other."""
-        fresh = np.zeros(len(low), bool)
-        rows = np.arange(len(low))
-        mask = np.uint64(len(self.low) - 1)
-        slots = (low & mask).view(np.int64)
-        steps = (high & mask | np.uint64(1)).view(np.int64)  # double hashing: few rounds
-        while len(rows):
-            free = np.flatnonzero(self.low.take(slots) == 0)
-            self.low[slots[free]], self.high[slots[free]] = low[free], high[free]
-            stored = (self.low.take(slots) == low) & (self.high.take(slots) == high)
-            fresh[rows[free[stored[free]]]] = True
-            going = np.flatnonzero(~stored)
-            rows, low, high, steps = rows[going], low[going], high[going], steps[going]
-            slots = (slots[going] + steps) & mask.view(np.int64)
-        return fresh
+    rows = pc.binary_join_element_wise(*columns, b"\xff").to_pylist()
+    mask = np.zeros(len(rows), bool)
+    for index, row in enumerate(rows):
+        digest = xxhash.xxh3_128_digest(row)
+        if digest not in seen:
+            seen.add(digest)
+            mask[index] = True
+    return mask
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -454,28 +453,6 @@ def test_rows_that_join_to_the_same_text_are_no_duplicates(tmp_path: Path) -> No
     pairs = [("ab", "c"), ("a", "bc"), ("a\\u0000b", "c"), ("a", "b\\u0000c"), ("aÿ", "c"), ("a", "ÿc")]
     content = "".join(f'{{"a": "{a}", "b": "{b}"}}\n' for a, b in pairs)
     assert convert(tmp_path, "data.jsonl", content, data_of({"a": "{a}", "b": "{b}"})).num_duplicates == 0
-
-
-@pytest.mark.parametrize("batch", [1, 100, 5000])
-def test_seen_rows_agree_with_a_set(batch: int) -> None:
-    """Also with keys that collide in half of their bits, and in the slot."""
-    generator = np.random.default_rng(batch)
-    low = generator.integers(0, 40, 9000, np.uint64) << np.uint64(40)
-    hashes = np.stack([low, generator.integers(0, 200, 9000, np.uint64)], axis=1)
-    hashes = hashes[: 2000 if batch == 1 else None]
-    seen = parquet._SeenRows()
-    found = np.concatenate([seen.add(hashes[start : start + batch]) for start in range(0, len(hashes), batch)])
-    known: set[tuple[int, int]] = set()
-    for row, (first, second) in enumerate(hashes.tolist()):
-        assert found[row] == ((max(first, 1), second) not in known), row
-        known.add((max(first, 1), second))
-
-
-def test_seen_rows_grow() -> None:
-    hashes = np.random.default_rng(0).integers(0, 1 << 63, (200_000, 2), np.uint64)
-    seen = parquet._SeenRows()
-    assert all(seen.add(part).all() for part in np.split(hashes, 20))
-    assert not seen.add(hashes).any()
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 300])
