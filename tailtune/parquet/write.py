@@ -7,9 +7,7 @@ train and validation is computed when the file is read (`tailtune.parquet.split`
 
 import json
 import string
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,13 +25,15 @@ from tailtune.manifest import publish, read_manifest, sha256_file
 from tailtune.parquet.lines import Batch, Reject
 from tailtune.parquet.readers import detect_format, missing_column, read_rows
 from tailtune.recipe.schema import Data
+from tailtune.run import DATA_FILE
 
-PARQUET = "data.parquet"
 REJECTS = "rejects.jsonl"
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raise it when the same source and recipe would give another file."""
 ROW_GROUP_BYTES = 32 << 20
-"""Of text, before compression. A file's compression level is chosen when the first group is full."""
+"""Text bytes in a row group, before compression."""
+COMPRESSION_LEVEL = 11
+"""zstd's level. Measurements: the section on Parquet in BENCHMARKS.md."""
 NUM_EXAMPLES = 5
 
 
@@ -113,9 +113,9 @@ def _key(source: Path, data: Data) -> dict[str, Any]:
 
 
 def _facts_of(directory: Path, manifest: dict[str, Any]) -> ParquetFacts:
-    file = manifest["files"][PARQUET]
+    file = manifest["files"][DATA_FILE]
     return ParquetFacts(
-        path=directory / PARQUET,
+        path=directory / DATA_FILE,
         parquet_bytes=file["bytes"],
         content_sha256=file["sha256"],
         **manifest["facts"],
@@ -160,13 +160,13 @@ class _Result:
 
 
 def _convert(source: Path, directory: Path, data: Data) -> _Result:
-    """Read, map, remove duplicates, write. Reading and writing each run in a thread beside this one."""
+    """Read, fill the columns, remove duplicates, write."""
     result = _Result(source, num_rows=0, num_rejected=0, num_duplicates=0, examples=[], keys=set())
     seen: set[bytes] = set()
     batches = read_rows(source, data.format, _source_columns(data), directory)
     with (
         (directory / REJECTS).open("w", encoding="utf-8", errors="backslashreplace") as rejects_file,
-        _parquet_file(directory / PARQUET, list(data.columns)) as write,
+        closing(_ParquetFile(directory / DATA_FILE, list(data.columns))) as parquet_file,
         closing(batches),
     ):
         for batch in batches:
@@ -174,7 +174,7 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
             fresh = _unseen(table, seen)
             table, fresh, rejects, full = _up_to_max_rows(table, fresh, batch, data.max_rows, result.num_rows)
             num_fresh = int(fresh.sum())
-            write(table if num_fresh == len(fresh) else table.filter(pa.array(fresh)))
+            parquet_file.append(table if num_fresh == len(fresh) else table.filter(pa.array(fresh)))
             _write_rejects(rejects, rejects_file)
             result.num_rows += num_fresh
             result.num_duplicates += len(fresh) - num_fresh
@@ -243,56 +243,38 @@ def _unseen(table: pa.Table, seen: set[bytes]) -> np.ndarray:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _compression_level(num_bytes: int, complete: bool) -> int:
-    """zstd's level by the size of the first row group. Measured in BENCHMARKS.md."""
-    if not complete:
-        return 1
-    return 22 if num_bytes <= 4 << 20 else 9
+class _ParquetFile:
+    """A Parquet file of text columns that is written in row groups of about ROW_GROUP_BYTES."""
 
+    def __init__(self, path: Path, names: list[str]) -> None:
+        self._schema = pa.schema([pa.field(name, pa.string(), nullable=False) for name in names])
+        self._writer = pq.ParquetWriter(
+            path,
+            self._schema,
+            compression="zstd",
+            compression_level=COMPRESSION_LEVEL,
+            # Texts seldom repeat as a whole, so a dictionary makes the file larger, and so do statistics
+            # and the Arrow schema. One page for each column of a row group compresses best.
+            use_dictionary=False,
+            column_encoding="DELTA_LENGTH_BYTE_ARRAY",
+            write_statistics=False,
+            store_schema=False,
+            data_page_size=ROW_GROUP_BYTES,
+        )
+        self._tables = [self._schema.empty_table()]
+        self._num_bytes = 0
 
-@contextmanager
-def _parquet_file(path: Path, names: list[str]) -> Iterator[Callable[[pa.Table], None]]:
-    """Yield the function that appends rows. Compression runs in a thread, one row group behind."""
-    schema = pa.schema([pa.field(name, pa.string(), nullable=False) for name in names])
-    writer: pq.ParquetWriter | None = None
-    tables: list[pa.Table] = []
-    num_bytes = 0
-    running: list[Future[None]] = []
+    def append(self, table: pa.Table) -> None:
+        self._tables.append(table.cast(self._schema))
+        self._num_bytes += table.nbytes
+        if self._num_bytes >= ROW_GROUP_BYTES:
+            self._write_row_group()
 
-    def flush(complete: bool) -> None:
-        nonlocal writer, num_bytes
-        while running:
-            running.pop().result()
-        if writer is None:
-            writer = pq.ParquetWriter(
-                path,
-                schema,
-                compression="zstd",
-                compression_level=_compression_level(num_bytes, complete),
-                # Texts hardly repeat: a dictionary, statistics and the Arrow schema made a file of
-                # 2,845 rows 6 % larger, and one page per column compresses best.
-                use_dictionary=False,
-                write_statistics=False,
-                store_schema=False,
-                data_page_size=ROW_GROUP_BYTES,
-            )
-        group = pa.concat_tables(tables).cast(schema) if tables else schema.empty_table()
-        tables.clear()
-        num_bytes = 0
-        running.append(pool.submit(writer.write_table, group))
+    def close(self) -> None:
+        if self._num_bytes:
+            self._write_row_group()
+        self._writer.close()
 
-    def append(table: pa.Table) -> None:
-        nonlocal num_bytes
-        tables.append(table)
-        num_bytes += table.nbytes
-        if num_bytes >= ROW_GROUP_BYTES:
-            flush(complete=False)
-
-    with ThreadPoolExecutor(1) as pool:
-        yield append
-        if tables or writer is None:
-            flush(complete=True)
-        while running:
-            running.pop().result()
-    assert writer is not None
-    writer.close()
+    def _write_row_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._tables))
+        self._tables, self._num_bytes = [self._schema.empty_table()], 0
