@@ -180,7 +180,7 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
             result.num_duplicates += len(fresh) - num_fresh
             result.num_rejected += len(rejects)
             result.examples += rejects[: NUM_EXAMPLES - len(result.examples)]
-            result.keys |= batch.keys
+            result.keys |= batch.rejected_columns
             if full:
                 log.info("parquet: stopped at data.max_rows %s", f"{result.num_rows:,}")
                 break
