@@ -1,14 +1,14 @@
-"""The parquet step: the source file, whatever its format, becomes one `data.parquet` of texts.
+"""The parquet step: convert the source file, whatever its format, to one `data.parquet` of text columns.
 
-The recipe's columns are filled from the source's, bad rows go to `rejects.jsonl` with their line
-and reason, exact duplicates are removed and counted. Rows keep the source's order; the split into
-train and validation is computed when the file is read (`tailtune.parquet.split`).
+The recipe's columns are filled from those of the source. Bad rows go to `rejects.jsonl` with their
+line and the reason; exact duplicates are removed and counted. Rows keep the order of the source. The
+split into train and validation is computed when the file is read (`tailtune.parquet.split`).
 """
 
 import json
 import string
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ import xxhash
 from tailtune.config import template_fields
 from tailtune.errors import UserError
 from tailtune.log import log
-from tailtune.manifest import publish, read_manifest, sha256_file
+from tailtune.manifest import content_sha256, publish, read_manifest
 from tailtune.parquet.lines import Batch, Reject
 from tailtune.parquet.readers import detect_format, missing_column, read_rows
 from tailtune.recipe.schema import Data
@@ -29,7 +29,7 @@ from tailtune.run import DATA_FILE
 
 REJECTS = "rejects.jsonl"
 CODE_VERSION = 2
-"""Raise it when the same source and recipe would give another file."""
+"""Increase it when the same source and recipe give a different file."""
 ROW_GROUP_BYTES = 32 << 20
 """Text bytes in a row group, before compression."""
 COMPRESSION_LEVEL = 11
@@ -39,26 +39,28 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class ParquetFacts:
+    """What the parquet step wrote."""
+
     path: Path
-    """`DIRECTORY/data.parquet`."""
+    """Path of `data.parquet`."""
     num_rows: int
     num_rejected: int
     num_duplicates: int
     source_bytes: int
     parquet_bytes: int
     content_sha256: str
-    """Of `data.parquet`."""
+    """SHA-256 of `data.parquet`."""
     rejected_examples: list[dict[str, Any]]
-    """The first five: `{"line": 3, "reason": "broken JSON (…)"}`."""
+    """The first five rejects: `{"line": 3, "reason": "broken JSON (…)"}`."""
 
 
 def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     """Write `data.parquet`, `rejects.jsonl` and `manifest.json` into `directory`.
 
     Does nothing when `directory` already holds the result for this source and recipe. Raises
-    UserError when the file cannot be read, a column is in no row, no row is left, or more than
-    `data.max_rejected_share` of the rows are bad; then the rejects stand in
-    `DIRECTORY.rejects.jsonl` and nothing is published.
+    UserError when the file cannot be read, no row has a requested column, no row is left, or more
+    than `data.max_rejected_share` of the rows are bad. Nothing is published then, and the rejects
+    are in `DIRECTORY.rejects.jsonl`.
     """
     key = _key(source, data)
     if manifest := read_manifest(directory, key):
@@ -69,43 +71,43 @@ def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     facts: dict[str, Any] = {}
     with publish(directory, key, facts) as partial:
         result = _convert(source, partial, data)
-        if problem := result.problem(data, kept_rejects):
+        if error := result.find_error(data, kept_rejects):
             (partial / REJECTS).replace(kept_rejects)
-            raise problem
+            raise error
         if result.num_rejected:
-            log.warning("parquet: %s", result.rejected_text(data, directory / REJECTS))
+            log.warning("parquet: %s", result.describe_rejects(data))
         facts.update(
             num_rows=result.num_rows,
             num_rejected=result.num_rejected,
             num_duplicates=result.num_duplicates,
             source_bytes=source.stat().st_size,
-            rejected_examples=[{"line": bad.line, "reason": bad.reason} for bad in result.examples],
+            rejected_examples=[{"line": reject.line, "reason": reject.reason} for reject in result.examples],
         )
     manifest = read_manifest(directory, key)
     assert manifest is not None
-    found = _facts_of(directory, manifest)
+    result_facts = _facts_of(directory, manifest)
     log.info(
         "parquet: %s rows from %s, %s rejected, %s duplicates removed; %s → %s bytes",
-        *(f"{found.num_rows:,}", source.name, f"{found.num_rejected:,}", f"{found.num_duplicates:,}"),
-        *(f"{found.source_bytes:,}", f"{found.parquet_bytes:,}"),
+        f"{result_facts.num_rows:,}",
+        source.name,
+        f"{result_facts.num_rejected:,}",
+        f"{result_facts.num_duplicates:,}",
+        f"{result_facts.source_bytes:,}",
+        f"{result_facts.parquet_bytes:,}",
     )
-    return found
+    return result_facts
 
 
 def _key(source: Path, data: Data) -> dict[str, Any]:
-    """What the result depends on. The fetch step has hashed the file already; else it is hashed here."""
-    kind, compression = detect_format(source, data.format)
+    """Return what the result depends on. The file's hash comes from the fetch step's manifest, if there is one."""
+    file_format, compression = detect_format(source, data.format)
     if not source.is_file():
-        raise UserError(f"data file {source} does not exist; check data.source")
-    try:
-        content = (read_manifest(source.parent) or {})["files"][source.name]["sha256"]
-    except (KeyError, TypeError, AttributeError):  # no manifest, or somebody else's manifest.json
-        content = sha256_file(source)
+        raise UserError(f"data file {source} does not exist", "check data.source")
     return {
         "step": "parquet",
         "code_version": CODE_VERSION,
-        "source_sha256": content,
-        "format": [kind, compression],
+        "source_sha256": content_sha256(source.parent, source.name),
+        "format": [file_format, compression],
         "columns": [list(item) for item in data.columns.items()],
         "max_rows": data.max_rows,
         "max_rejected_share": data.max_rejected_share,
@@ -124,15 +126,19 @@ def _facts_of(directory: Path, manifest: dict[str, Any]) -> ParquetFacts:
 
 @dataclass
 class _Result:
-    source: Path
-    num_rows: int
-    num_rejected: int
-    num_duplicates: int
-    examples: list[Reject]
-    keys: set[str]
+    """Counts of one conversion."""
 
-    def rejected_text(self, data: Data, rejects: Path) -> str:
-        """`12 of 200 rows (6.0 %) were rejected; first: line 3: broken JSON (…)`."""
+    source: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+    num_duplicates: int = 0
+    examples: list[Reject] = field(default_factory=list)
+    """The first NUM_EXAMPLES rejects."""
+    rejected_columns: set[str] = field(default_factory=set)
+    """Names of the columns in rejected rows."""
+
+    def describe_rejects(self, data: Data) -> str:
+        """Return, for example, `12 of 200 rows (6.0 %) were rejected; first: line 3: broken JSON (…)`."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         share = self.num_rejected / total
         above = f", above data.max_rejected_share {100 * data.max_rejected_share:g} %; first: "
@@ -140,28 +146,28 @@ class _Result:
         failed = share > data.max_rejected_share
         return (
             f"{self.num_rejected:,} of {total:,} rows ({100 * share:.1f} %) were rejected"
-            f"{above if failed else '; first: '}{first}{f'; see {rejects}' if failed else ''}"
+            f"{above if failed else '; first: '}{first}"
         )
 
-    def problem(self, data: Data, rejects: Path) -> UserError | None:
-        """Why the result must not be published."""
+    def find_error(self, data: Data, rejects: Path) -> UserError | None:
+        """Return why the result must not be published, or None."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         if total == 0:
-            return UserError(f"{self.source} holds no rows; check data.source and data.format")
-        if self.num_rows == 0 and self.keys:
+            return UserError(f"{self.source} holds no rows", "check data.source and data.format")
+        if self.num_rows == 0 and self.rejected_columns:
             for name in _source_columns(data):
-                if name not in self.keys:
-                    return missing_column(name, sorted(self.keys))
+                if name not in self.rejected_columns:
+                    return missing_column(name, sorted(self.rejected_columns))
         if self.num_rejected > data.max_rejected_share * total:
-            return UserError(self.rejected_text(data, rejects))
+            return UserError(self.describe_rejects(data), f"see {rejects}")
         if self.num_rows == 0:
-            return UserError(f"no row is left: {self.rejected_text(data, rejects)}; see {rejects}")
+            return UserError(f"no row is left: {self.describe_rejects(data)}", f"see {rejects}")
         return None
 
 
 def _convert(source: Path, directory: Path, data: Data) -> _Result:
     """Read, fill the columns, remove duplicates, write."""
-    result = _Result(source, num_rows=0, num_rejected=0, num_duplicates=0, examples=[], keys=set())
+    result = _Result(source)
     seen: set[bytes] = set()
     batches = read_rows(source, data.format, _source_columns(data), directory)
     with (
@@ -180,7 +186,7 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
             result.num_duplicates += len(fresh) - num_fresh
             result.num_rejected += len(rejects)
             result.examples += rejects[: NUM_EXAMPLES - len(result.examples)]
-            result.keys |= batch.rejected_columns
+            result.rejected_columns |= batch.rejected_columns
             if full:
                 log.info("parquet: stopped at data.max_rows %s", f"{result.num_rows:,}")
                 break
@@ -188,35 +194,40 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
 
 
 def _source_columns(data: Data) -> list[str]:
+    """Return the names of the source's columns that the recipe uses, each once."""
     return list(dict.fromkeys(name for template in data.columns.values() for name in template_fields(template)))
 
 
 def _up_to_max_rows(
     table: pa.Table, fresh: np.ndarray, batch: Batch, max_rows: int | None, num_rows: int
 ) -> tuple[pa.Table, np.ndarray, list[Reject], bool]:
-    """The batch up to the row that fills `max_rows`: what is counted does not depend on block sizes."""
+    """Cut a batch after the row that reaches `max_rows`, so that the counts do not depend on the batch size.
+
+    Returns the rows, the mask of new rows among them, the rejects before the last row, and whether
+    `max_rows` is reached. `num_rows` is the number of rows written before this batch.
+    """
     if max_rows is None or num_rows + int(fresh.sum()) < max_rows:
         return table, fresh, batch.rejects, False
     last = int(np.flatnonzero(fresh)[max_rows - num_rows - 1])
-    rejects = [bad for bad in batch.rejects if bad.line < batch.lines[last]]
+    rejects = [reject for reject in batch.rejects if reject.line < batch.lines[last]]
     return table.slice(0, last + 1), fresh[: last + 1], rejects, True
 
 
 def _write_rejects(rejects: list[Reject], file: IO[str]) -> None:
-    file.writelines(json.dumps(bad._asdict(), ensure_ascii=False) + "\n" for bad in rejects)
+    file.writelines(json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
 
 
 def _fill_columns(table: pa.Table, columns: dict[str, str]) -> pa.Table:
-    """The recipe's templates over whole columns."""
+    """Return the recipe's columns: each template, filled for all rows at once."""
 
-    def filled(template: str) -> pa.ChunkedArray:
+    def fill(template: str) -> pa.ChunkedArray:
         parts: list[Any] = []
         for literal, name, _, _ in string.Formatter().parse(template):
             parts += [pa.scalar(literal)] if literal else []
             parts += [table[name]] if name else []
         return parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, "")
 
-    return pa.table([filled(template) for template in columns.values()], names=list(columns))
+    return pa.table([fill(template) for template in columns.values()], names=list(columns))
 
 
 # -- duplicates ------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tailtune import manifest
 from tailtune.errors import UserError
-from tailtune.manifest import publish
+from tailtune.manifest import publish, sha256_file
 from tailtune.parquet import json_reader, readers, write
 from tailtune.parquet import lines as source_lines
 from tailtune.parquet.write import ParquetFacts, write_parquet
@@ -28,7 +29,7 @@ def data_of(columns: dict[str, str] = SURVIVAL, **values: Any) -> Data:
 
 
 def texts(**values: Any) -> Data:
-    """A recipe with the one column `a`, which lets any share of rows be bad."""
+    """Return the data section of a recipe with only the column `a`, in which any share of rows can be bad."""
     return data_of({"a": "{a}"}, **{"max_rejected_share": 1.0, **values})
 
 
@@ -160,7 +161,7 @@ def test_values_stay_as_they_are_written(tmp_path: Path) -> None:
     assert [row["a"] for row in rows_of(facts)] == ["007", "1.50"]
 
 
-def test_template_keeps_braces_and_repeats(tmp_path: Path) -> None:
+def test_template_keeps_escaped_braces_and_repeated_columns(tmp_path: Path) -> None:
     data = data_of({"q": "{{{a}}} {a}: {b c}", "plain": "{a}"})
     assert rows_of(convert(tmp_path, "data.jsonl", '{"b c": "y", "a": "x", "z": [1]}', data)) == [
         {"q": "{x} x: y", "plain": "x"}
@@ -218,7 +219,7 @@ def test_bad_json_line_is_rejected_with_its_line_and_reason(
     facts = convert(tmp_path, "data.jsonl", content, texts())
     assert [row["a"] for row in rows_of(facts)] == [f"row {number}" for number in range(6)]
     assert [line for line, _ in rejects_of(facts)] == [4, 7]
-    assert all(found.startswith(reason) for _, found in rejects_of(facts)), rejects_of(facts)
+    assert all(text.startswith(reason) for _, text in rejects_of(facts)), rejects_of(facts)
     assert facts.num_rejected == 2
     assert [example["line"] for example in facts.rejected_examples] == [4, 7]
 
@@ -240,7 +241,7 @@ def test_bad_element_of_a_json_array_is_rejected(
     facts = convert(tmp_path, "data.json", b"[" + comma.join([*good[:2], bad, *good[2:], bad]) + b"]\n", texts())
     assert [row["a"] for row in rows_of(facts)] == [f"row {number}, [}}" for number in range(4)]
     assert [line for line, _ in rejects_of(facts)] == ([7, 15] if pretty else [3, 5])
-    assert all(found.startswith(reason) for _, found in rejects_of(facts)), rejects_of(facts)
+    assert all(text.startswith(reason) for _, text in rejects_of(facts)), rejects_of(facts)
 
 
 def test_array_of_scalars(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_quote_open_at_the_end_of_a_csv_file_costs_one_row(tmp_path: Path) -> None:
+def test_unclosed_quote_at_the_end_of_a_csv_file_costs_one_row(tmp_path: Path) -> None:
     facts = convert(tmp_path, "data.csv", 'a,b\nx,1\n"y,2\nz,3\n', texts())
     assert [row["a"] for row in rows_of(facts)] == ["x", "z"]
     assert rejects_of(facts) == [(3, "broken CSV (a quote is opened and never closed)")]
@@ -435,7 +436,7 @@ def test_too_many_rejects_fail_and_leave_the_rejects_file(tmp_path: Path) -> Non
     assert not kept.exists(), "a file of an earlier failure would mislead"
 
 
-def test_failure_leaves_an_earlier_result_as_it_was(tmp_path: Path) -> None:
+def test_failure_leaves_an_earlier_result_unchanged(tmp_path: Path) -> None:
     before = convert(tmp_path, "data.jsonl", lines_with_bad(10, []), data_of())
     with pytest.raises(UserError):
         convert(tmp_path, "data.jsonl", lines_with_bad(10, [1]), data_of())
@@ -450,10 +451,10 @@ def test_duplicates_are_removed_and_counted(tmp_path: Path, monkeypatch: pytest.
     facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](planted), data_of())
     assert (facts.num_rows, facts.num_duplicates, facts.num_rejected) == (301, 9, 0)
     unique = dict.fromkeys((row["topic"], row["question"], row["answer"]) for row in planted)
-    assert [row["answer"] for row in rows_of(facts)] == [answer for _, _, answer in unique], "the first one stays"
+    assert [row["answer"] for row in rows_of(facts)] == [answer for _, _, answer in unique], "the first one is kept"
 
 
-def test_rows_that_join_to_the_same_text_are_no_duplicates(tmp_path: Path) -> None:
+def test_rows_that_join_to_the_same_text_are_not_duplicates(tmp_path: Path) -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("a\\u0000b", "c"), ("a", "b\\u0000c"), ("aÿ", "c"), ("a", "ÿc")]
     content = "".join(f'{{"a": "{a}", "b": "{b}"}}\n' for a, b in pairs)
     assert convert(tmp_path, "data.jsonl", content, data_of({"a": "{a}", "b": "{b}"})).num_duplicates == 0
@@ -484,7 +485,7 @@ COLUMN_MISSING = r"column 'topic' is not in the data; found: artist, lyrics, son
 
 
 @pytest.mark.parametrize("encoding", ["jsonl", "json", "csv", "parquet"])
-def test_column_that_is_nowhere_lists_those_there_are(tmp_path: Path, encoding: str) -> None:
+def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path, encoding: str) -> None:
     source = [{"artist": "A", "lyrics": f"la {i}", "song": "S"} for i in range(30)]
     with pytest.raises(UserError, match=COLUMN_MISSING):
         convert(tmp_path, f"data.{encoding}", ENCODINGS[encoding](source), data_of())
@@ -523,10 +524,10 @@ def test_missing_source(tmp_path: Path) -> None:
         write_parquet(tmp_path / "data.jsonl", tmp_path / "out", texts())
 
 
-# -- once ------------------------------------------------------------------------------------------
+# -- repeated runs ---------------------------------------------------------------------------------
 
 
-def test_second_call_touches_nothing(tmp_path: Path) -> None:
+def test_second_call_changes_no_file(tmp_path: Path) -> None:
     first = convert(tmp_path, "data.jsonl", lines_with_bad(200, [2]), data_of())
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of()) == first
@@ -549,14 +550,14 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_other_recipe_converts_again(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_changed_recipe_converts_again(tmp_path: Path, change: dict[str, Any]) -> None:
     convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
     before = (tmp_path / "out" / "manifest.json").read_text()
     write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of(**change))
     assert (tmp_path / "out" / "manifest.json").read_text() != before
 
 
-def test_other_content_converts_again(tmp_path: Path) -> None:
+def test_changed_content_converts_again(tmp_path: Path) -> None:
     convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
     assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(21)), data_of()).num_rows == 21
 
@@ -564,11 +565,16 @@ def test_other_content_converts_again(tmp_path: Path) -> None:
 def test_hash_of_the_fetch_step_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with publish(tmp_path / "raw", {"step": "fetch"}, {}) as partial:
         (partial / "data.jsonl").write_bytes(ENCODINGS["jsonl"](make_rows(20)))
-    monkeypatch.setattr(write, "sha256_file", lambda path: pytest.fail("the source was hashed again"))
+
+    def hash_other_files(path: Path) -> str:
+        assert path.name != "data.jsonl", "the source was hashed again"
+        return sha256_file(path)
+
+    monkeypatch.setattr(manifest, "sha256_file", hash_other_files)
     assert write_parquet(tmp_path / "raw" / "data.jsonl", tmp_path / "out", data_of()).num_rows == 20
 
 
-def test_manifest_of_somebody_else_is_no_matter(tmp_path: Path) -> None:
+def test_manifest_of_another_program_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
     assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of()).num_rows == 20
 
@@ -576,7 +582,7 @@ def test_manifest_of_somebody_else_is_no_matter(tmp_path: Path) -> None:
 # -- size and memory -------------------------------------------------------------------------------
 
 
-def test_survival_data_takes_80_kb_at_most(tmp_path: Path) -> None:
+def test_survival_data_takes_at_most_80_kb(tmp_path: Path) -> None:
     source = os.environ.get("TAILTUNE_SURVIVAL_DATA")
     if not source:
         pytest.skip("TAILTUNE_SURVIVAL_DATA does not name the 2,845-row survival file")
@@ -603,8 +609,8 @@ def test_several_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from tailtune.parquet import write_parquet
-from tailtune.recipe import Data
+from tailtune.parquet.write import write_parquet
+from tailtune.recipe.schema import Data
 data = Data(source="x", columns={"a": "{a}"}, split_by="a", max_rejected_share=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 facts = write_parquet(Path(sys.argv[1]), Path(sys.argv[2]), data)
