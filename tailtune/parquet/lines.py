@@ -1,181 +1,156 @@
-"""The parts that every reader of rows shares: blocks of whole lines, good rows, and reasons for bad ones."""
+"""What the readers share: numbered lines of a source file, and rows collected into batches.
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+Every reader yields `Record`s. `collect_batches` decides which of them are good, so that a good row
+means the same in every format.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 MAX_LINE_BYTES = 16 << 20
-"""A longer line, array element or CSV record is rejected without being held in memory."""
-BLOCK_BYTES = 4 << 20
-"""12 % less CPU time than 1 MiB: fewer steps in Python, which the threads would wait for."""
-BLOCK_LINES = 1 << 16
-"""A block of bad rows is held as Python objects, so very short lines make smaller blocks."""
-MAX_TEXT = 500
-"""Characters of a bad row that go to the rejects file."""
+"""A longer line, array element or CSV record is rejected."""
+BATCH_BYTES = 4 << 20
+"""Size of the read buffer, and of the text in a batch."""
+BATCH_ROWS = 1 << 16
+"""Good and bad rows in a batch at most. This bounds its memory when rows are very short."""
+MAX_REJECT_CHARS = 500
+"""Length of the text in a reject; the rest of the bad row is cut off."""
 BOM = b"\xef\xbb\xbf"
 
 
-class Reject(NamedTuple):
+class BadRow(Exception):
+    """Why one row is rejected, and the columns it has, where they are known."""
+
+    def __init__(self, reason: str, columns: Iterable[str] = ()) -> None:
+        super().__init__(reason)
+        self.reason, self.columns = reason, set(columns)
+
+
+class Record(NamedTuple):
+    """One row as a reader found it, good or bad."""
+
     line: int
+    """Line on which the row begins, from 1. In Parquet, which has no lines, the number of the row."""
+    text: bytes | str | dict[str, Any]
+    """The row as it is in the source."""
+    values: Sequence[str | None] | BadRow
+    """One value for each requested column, or why there are none."""
+
+
+class Reject(NamedTuple):
+    """One line of `rejects.jsonl`."""
+
+    line: int
+    """As in `Record`."""
     reason: str
     text: str
 
 
 @dataclass
 class Batch:
-    """Good rows and bad rows of one stretch of the source, each with its line number from 1.
-
-    A line number is the row's first line; in Parquet, which has no lines, the row's number.
-    """
+    """Consecutive rows of the source, good and bad."""
 
     columns: pa.Table
+    """The good rows: N rows, one text column for each requested column."""
     lines: np.ndarray
+    """Line of each good row: int64 [N]."""
     rejects: list[Reject]
-    keys: set[str] = field(default_factory=set)
-    """Columns seen in rejected rows: for the message about a column that is nowhere."""
+    """The bad rows, by line."""
+    rejected_columns: set[str]
+    """Names of the columns in rejected rows, for the message about a column that no row has."""
 
 
-class Block(NamedTuple):
-    """Whole lines. `lines[i]` is the source line on which the i-th of them begins."""
-
-    data: bytes
-    lines: np.ndarray
-    rejects: list[Reject]
-
-
-def read_chunks(source: Path, compression: str | None) -> Iterator[bytes]:
-    with pa.input_stream(source, compression=compression) as stream:
-        while chunk := stream.read(BLOCK_BYTES):
-            yield chunk
+@contextmanager
+def open_source(source: Path, compression: str | None) -> Iterator[io.BufferedReader]:
+    """Open a file to read its bytes, decompressed and without a byte order mark."""
+    with io.BufferedReader(pa.input_stream(source, compression=compression), BATCH_BYTES) as file:
+        if file.peek(len(BOM)).startswith(BOM):
+            file.read(len(BOM))
+        yield file
 
 
-def without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    yield next(chunks, b"").removeprefix(BOM)
-    yield from chunks
+def numbered_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    r"""Yield (number from 1, text without its final `\n`) for each line of the file.
+
+    Only the first MAX_LINE_BYTES + 1 bytes of a longer line are read into memory; see `check_length`.
+    """
+    for number in count(1):
+        text = part = file.readline(MAX_LINE_BYTES + 1)
+        if not text:
+            return
+        while part and not part.endswith(b"\n"):
+            part = file.readline(MAX_LINE_BYTES)
+        yield number, text.removesuffix(b"\n")
 
 
-def cut_lines(chunks: Iterable[bytes]) -> Iterator[Block]:
-    """Blocks that end at a line end; a line over the limit becomes a reject, not memory."""
-    rest: list[bytes] = []
-    rest_bytes = 0
-    line = 1
-    for chunk in _end_last_line(chunks):
-        first, last = chunk.find(b"\n"), chunk.rfind(b"\n")
-        if first >= 0 and rest_bytes + first > MAX_LINE_BYTES:
-            yield Block(b"", np.empty(0, np.int64), [_too_long(line, b"".join([*rest, chunk[:first]]))])
-            rest, rest_bytes = [], 0
-            line += 1
-            chunk = chunk[first + 1 :]
-            last -= first + 1
-        if last >= 0:
-            data = b"".join([*rest, chunk[: last + 1]])
-            count = int(np.count_nonzero(np.frombuffer(data, np.uint8) == 10))  # 5 times bytes.count
-            yield from _at_most_block_lines(Block(data, np.arange(line, line + count), []))
-            line += count
-            rest, rest_bytes = [], 0
-            chunk = chunk[last + 1 :]
-        if chunk:
-            if rest_bytes <= MAX_LINE_BYTES:
-                rest.append(chunk)
-            rest_bytes += len(chunk)  # beyond the limit only counted
+def check_length(text: bytes) -> None:
+    """Raise BadRow when the text is longer than MAX_LINE_BYTES."""
+    if len(text) > MAX_LINE_BYTES:
+        limit = f"{MAX_LINE_BYTES >> 20} MiB" if MAX_LINE_BYTES >= 1 << 20 else f"{MAX_LINE_BYTES} bytes"
+        raise BadRow(f"line longer than {limit}")
 
 
-def _at_most_block_lines(block: Block) -> Iterator[Block]:
-    if len(block.lines) <= BLOCK_LINES:
-        yield block
-        return
-    ends = np.flatnonzero(np.frombuffer(block.data, np.uint8) == 10) + 1
-    begin = 0
-    for start in range(0, len(ends), BLOCK_LINES):
-        lines = block.lines[start : start + BLOCK_LINES]
-        end = int(ends[start + len(lines) - 1])
-        yield Block(block.data[begin:end], lines, [])
-        begin = end
-
-
-def _end_last_line(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The chunks, with the last line ended."""
-    last = b"\n"
-    for chunk in chunks:
-        last = chunk or last
-        yield chunk
-    if not last.endswith(b"\n"):
-        yield b"\n"
-
-
-def _too_long(line: int, text: bytes) -> Reject:
-    limit = f"{MAX_LINE_BYTES >> 20} MiB" if MAX_LINE_BYTES >= 1 << 20 else f"{MAX_LINE_BYTES} bytes"
-    return make_reject(line, f"line longer than {limit}", text)
-
-
-def make_reject(line: int, reason: str, text: bytes | str) -> Reject:
-    if isinstance(text, bytes):
-        text = text[: 4 * MAX_TEXT].decode(errors="backslashreplace")
-    return Reject(int(line), reason, text[:MAX_TEXT])
-
-
-class Bad(Exception):
-    """Why one row is rejected."""
-
-    def __init__(self, reason: str, keys: Iterable[str] = ()):
-        super().__init__(reason)
-        self.keys = keys
-
-
-def table_of(rows: list[list[str]], names: list[str]) -> pa.Table:
-    columns = zip(*rows, strict=True) if rows else [[] for _ in names]
-    return pa.table([pa.array(list(column), pa.string()) for column in columns], names=names)
-
-
-def without_bad(
-    table: pa.Table,
-    lines: np.ndarray,
-    text_of: Callable[[int], bytes | str],
-    check: Callable[[Any], Any] = lambda text: None,
-) -> Batch:
-    """The batch without rows whose value is null or blank. `check` may raise Bad with a better reason."""
-    bad = np.zeros(len(lines), bool)
-    reasons: dict[int, str] = {}
-    keys: set[str] = set()
-    for name in table.column_names:
-        column = table[name]
-        blank = pc.or_(pc.equal(pc.binary_length(column), 0), pc.utf8_is_space(column))
-        rows = np.flatnonzero(np.asarray(pc.fill_null(blank, True)))
-        bad[rows] = True
-        for row in rows.tolist():
-            what = "empty" if column[row].is_valid else "null"
-            reasons.setdefault(row, f"column '{name}' is {what}")
-    if not reasons:
-        return Batch(table, lines, [])
-    rejects = []
-    for row in sorted(reasons):
-        text = text_of(row)
-        try:
-            check(text)
-        except Bad as better:
-            reasons[row] = str(better)
-            keys.update(better.keys)
-        rejects.append(make_reject(lines[row], reasons[row], text))
-    return Batch(table.filter(pa.array(~bad)), lines[~bad], rejects, keys)
-
-
-def is_utf8(data: bytes) -> bool:
+def decode_line(text: bytes) -> str:
+    """Decode UTF-8. Raises BadRow when the text is too long or not valid UTF-8."""
+    check_length(text)
     try:
-        data.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        raise BadRow("invalid UTF-8") from None
 
 
-def is_unicode(text: str) -> bool:
-    """Whether a text that was decoded with `surrogateescape` was valid UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def collect_batches(records: Iterable[Record], names: list[str]) -> Iterator[Batch]:
+    """Yield the records in batches, in their order. A row with a null or blank value is rejected.
+
+    `names` are the columns that the records' values belong to.
+    """
+    rows: list[Sequence[str]] = []
+    lines: list[int] = []
+    rejects: list[Reject] = []
+    rejected_columns: set[str] = set()
+    num_chars = 0
+
+    def batch() -> Batch:
+        columns = zip(*rows, strict=True) if rows else [[] for _ in names]
+        table = pa.table([pa.array(list(column), pa.string()) for column in columns], names=names)
+        return Batch(table, np.array(lines, np.int64), sorted(rejects), rejected_columns)
+
+    for line, text, values in records:
+        row = values if isinstance(values, BadRow) else _check_values(values, names)
+        if isinstance(row, BadRow):
+            rejects.append(_make_reject(line, row.reason, text))
+            rejected_columns |= row.columns
+        else:
+            rows.append(row)
+            lines.append(line)
+            num_chars += sum(map(len, row))
+        if num_chars >= BATCH_BYTES or len(rows) + len(rejects) >= BATCH_ROWS:
+            yield batch()
+            rows, lines, rejects, rejected_columns, num_chars = [], [], [], set(), 0
+    yield batch()
+
+
+def _check_values(values: Sequence[str | None], names: list[str]) -> Sequence[str] | BadRow:
+    """Return the values of one row, or why they are not all text with content."""
+    texts = cast(Sequence[str], values)
+    if all(texts) and not any(map(str.isspace, texts)):
+        return texts
+    name, value = next(item for item in zip(names, values, strict=True) if not item[1] or item[1].isspace())
+    return BadRow(f"column '{name}' is {'null' if value is None else 'empty'}")
+
+
+def _make_reject(line: int, reason: str, text: bytes | str | dict[str, Any]) -> Reject:
+    if isinstance(text, dict):
+        text = json.dumps(text, default=lambda value: value.decode(errors="backslashreplace"))
+    if isinstance(text, str):
+        text = text[:MAX_REJECT_CHARS].encode(errors="surrogateescape")
+    return Reject(line, reason, text[: 4 * MAX_REJECT_CHARS].decode(errors="backslashreplace")[:MAX_REJECT_CHARS])

@@ -1,17 +1,14 @@
-"""The parquet step: the source file, whatever its format, becomes one `data.parquet` of texts.
+"""The parquet step: convert the source file, whatever its format, to one `data.parquet` of text columns.
 
-The recipe's columns are filled from the source's, bad rows go to `rejects.jsonl` with their line
-and reason, exact duplicates are removed and counted. Rows keep the source's order; the split into
-train and validation is computed when the file is read (`tailtune.parquet.split`).
+The recipe's columns are filled from those of the source. Bad rows go to `rejects.jsonl` with their
+line and the reason; exact duplicates are removed and counted. Rows keep the order of the source. The
+split into train and validation is computed when the file is read (`tailtune.parquet.split`).
 """
 
 import json
 import string
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,44 +20,47 @@ import xxhash
 
 from tailtune.config import template_fields
 from tailtune.errors import UserError
-from tailtune.files import sha256_file
 from tailtune.log import log
-from tailtune.manifest import publish, read_manifest
+from tailtune.manifest import content_sha256, publish, read_manifest
 from tailtune.parquet.lines import Batch, Reject
 from tailtune.parquet.readers import detect_format, missing_column, read_rows
 from tailtune.recipe.schema import Data
+from tailtune.run import DATA_FILE
 
-PARQUET = "data.parquet"
 REJECTS = "rejects.jsonl"
-CODE_VERSION = 1
-"""Raise it when the same source and recipe would give another file."""
+CODE_VERSION = 2
+"""Increase it when the same source and recipe give a different file."""
 ROW_GROUP_BYTES = 32 << 20
-"""Of text, before compression. A file's compression level is chosen when the first group is full."""
+"""Text bytes in a row group, before compression."""
+COMPRESSION_LEVEL = 11
+"""zstd's level. Measurements: the section on Parquet in BENCHMARKS.md."""
 NUM_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
 class ParquetFacts:
+    """What the parquet step wrote."""
+
     path: Path
-    """`DIRECTORY/data.parquet`."""
+    """Path of `data.parquet`."""
     num_rows: int
     num_rejected: int
     num_duplicates: int
     source_bytes: int
     parquet_bytes: int
     content_sha256: str
-    """Of `data.parquet`."""
+    """SHA-256 of `data.parquet`."""
     rejected_examples: list[dict[str, Any]]
-    """The first five: `{"line": 3, "reason": "broken JSON (…)"}`."""
+    """The first five rejects: `{"line": 3, "reason": "broken JSON (…)"}`."""
 
 
 def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     """Write `data.parquet`, `rejects.jsonl` and `manifest.json` into `directory`.
 
     Does nothing when `directory` already holds the result for this source and recipe. Raises
-    UserError when the file cannot be read, a column is in no row, no row is left, or more than
-    `data.max_rejected_share` of the rows are bad; then the rejects stand in
-    `DIRECTORY.rejects.jsonl` and nothing is published.
+    UserError when the file cannot be read, no row has a requested column, no row is left, or more
+    than `data.max_rejected_share` of the rows are bad. Nothing is published then, and the rejects
+    are in `DIRECTORY.rejects.jsonl`.
     """
     key = _key(source, data)
     if manifest := read_manifest(directory, key):
@@ -71,43 +71,43 @@ def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     facts: dict[str, Any] = {}
     with publish(directory, key, facts) as partial:
         result = _convert(source, partial, data)
-        if problem := result.problem(data, kept_rejects):
+        if error := result.find_error(data, kept_rejects):
             (partial / REJECTS).replace(kept_rejects)
-            raise problem
+            raise error
         if result.num_rejected:
-            log.warning("parquet: %s", result.rejected_text(data, directory / REJECTS))
+            log.warning("parquet: %s", result.describe_rejects(data))
         facts.update(
             num_rows=result.num_rows,
             num_rejected=result.num_rejected,
             num_duplicates=result.num_duplicates,
             source_bytes=source.stat().st_size,
-            rejected_examples=[{"line": bad.line, "reason": bad.reason} for bad in result.examples],
+            rejected_examples=[{"line": reject.line, "reason": reject.reason} for reject in result.examples],
         )
     manifest = read_manifest(directory, key)
     assert manifest is not None
-    found = _facts_of(directory, manifest)
+    result_facts = _facts_of(directory, manifest)
     log.info(
         "parquet: %s rows from %s, %s rejected, %s duplicates removed; %s → %s bytes",
-        *(f"{found.num_rows:,}", source.name, f"{found.num_rejected:,}", f"{found.num_duplicates:,}"),
-        *(f"{found.source_bytes:,}", f"{found.parquet_bytes:,}"),
+        f"{result_facts.num_rows:,}",
+        source.name,
+        f"{result_facts.num_rejected:,}",
+        f"{result_facts.num_duplicates:,}",
+        f"{result_facts.source_bytes:,}",
+        f"{result_facts.parquet_bytes:,}",
     )
-    return found
+    return result_facts
 
 
 def _key(source: Path, data: Data) -> dict[str, Any]:
-    """What the result depends on. The fetch step has hashed the file already; else it is hashed here."""
-    kind, compression = detect_format(source, data.format)
+    """Return what the result depends on. The file's hash comes from the fetch step's manifest, if there is one."""
+    file_format, compression = detect_format(source, data.format)
     if not source.is_file():
-        raise UserError(f"data file {source} does not exist; check data.source")
-    try:
-        content = (read_manifest(source.parent) or {})["files"][source.name]["sha256"]
-    except (KeyError, TypeError, AttributeError):  # no manifest, or somebody else's manifest.json
-        content = sha256_file(source)
+        raise UserError(f"data file {source} does not exist", "check data.source")
     return {
         "step": "parquet",
         "code_version": CODE_VERSION,
-        "source_sha256": content,
-        "format": [kind, compression],
+        "source_sha256": content_sha256(source.parent, source.name),
+        "format": [file_format, compression],
         "columns": [list(item) for item in data.columns.items()],
         "max_rows": data.max_rows,
         "max_rejected_share": data.max_rejected_share,
@@ -115,9 +115,9 @@ def _key(source: Path, data: Data) -> dict[str, Any]:
 
 
 def _facts_of(directory: Path, manifest: dict[str, Any]) -> ParquetFacts:
-    file = manifest["files"][PARQUET]
+    file = manifest["files"][DATA_FILE]
     return ParquetFacts(
-        path=directory / PARQUET,
+        path=directory / DATA_FILE,
         parquet_bytes=file["bytes"],
         content_sha256=file["sha256"],
         **manifest["facts"],
@@ -126,15 +126,19 @@ def _facts_of(directory: Path, manifest: dict[str, Any]) -> ParquetFacts:
 
 @dataclass
 class _Result:
-    source: Path
-    num_rows: int
-    num_rejected: int
-    num_duplicates: int
-    examples: list[Reject]
-    keys: set[str]
+    """Counts of one conversion."""
 
-    def rejected_text(self, data: Data, rejects: Path) -> str:
-        """`12 of 200 rows (6.0 %) were rejected; first: line 3: broken JSON (…)`."""
+    source: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+    num_duplicates: int = 0
+    examples: list[Reject] = field(default_factory=list)
+    """The first NUM_EXAMPLES rejects."""
+    rejected_columns: set[str] = field(default_factory=set)
+    """Names of the columns in rejected rows."""
+
+    def describe_rejects(self, data: Data) -> str:
+        """Return, for example, `12 of 200 rows (6.0 %) were rejected; first: line 3: broken JSON (…)`."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         share = self.num_rejected / total
         above = f", above data.max_rejected_share {100 * data.max_rejected_share:g} %; first: "
@@ -142,47 +146,47 @@ class _Result:
         failed = share > data.max_rejected_share
         return (
             f"{self.num_rejected:,} of {total:,} rows ({100 * share:.1f} %) were rejected"
-            f"{above if failed else '; first: '}{first}{f'; see {rejects}' if failed else ''}"
+            f"{above if failed else '; first: '}{first}"
         )
 
-    def problem(self, data: Data, rejects: Path) -> UserError | None:
-        """Why the result must not be published."""
+    def find_error(self, data: Data, rejects: Path) -> UserError | None:
+        """Return why the result must not be published, or None."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         if total == 0:
-            return UserError(f"{self.source} holds no rows; check data.source and data.format")
-        if self.num_rows == 0 and self.keys:
+            return UserError(f"{self.source} holds no rows", "check data.source and data.format")
+        if self.num_rows == 0 and self.rejected_columns:
             for name in _source_columns(data):
-                if name not in self.keys:
-                    return missing_column(name, sorted(self.keys))
+                if name not in self.rejected_columns:
+                    return missing_column(name, sorted(self.rejected_columns))
         if self.num_rejected > data.max_rejected_share * total:
-            return UserError(self.rejected_text(data, rejects))
+            return UserError(self.describe_rejects(data), f"see {rejects}")
         if self.num_rows == 0:
-            return UserError(f"no row is left: {self.rejected_text(data, rejects)}; see {rejects}")
+            return UserError(f"no row is left: {self.describe_rejects(data)}", f"see {rejects}")
         return None
 
 
 def _convert(source: Path, directory: Path, data: Data) -> _Result:
-    """Read, map, remove duplicates, write. Reading and writing each run in a thread beside this one."""
-    result = _Result(source, num_rows=0, num_rejected=0, num_duplicates=0, examples=[], keys=set())
-    seen = _SeenRows()
+    """Read, fill the columns, remove duplicates, write."""
+    result = _Result(source)
+    seen: set[bytes] = set()
     batches = read_rows(source, data.format, _source_columns(data), directory)
     with (
         (directory / REJECTS).open("w", encoding="utf-8", errors="backslashreplace") as rejects_file,
-        _parquet_file(directory / PARQUET, list(data.columns)) as write,
+        closing(_ParquetFile(directory / DATA_FILE, list(data.columns))) as parquet_file,
         closing(batches),
     ):
         for batch in batches:
             table = _fill_columns(batch.columns, data.columns)
-            fresh = seen.add(_row_hashes(table))
+            fresh = _unseen(table, seen)
             table, fresh, rejects, full = _up_to_max_rows(table, fresh, batch, data.max_rows, result.num_rows)
             num_fresh = int(fresh.sum())
-            write(table if num_fresh == len(fresh) else table.filter(pa.array(fresh)))
+            parquet_file.append(table if num_fresh == len(fresh) else table.filter(pa.array(fresh)))
             _write_rejects(rejects, rejects_file)
             result.num_rows += num_fresh
             result.num_duplicates += len(fresh) - num_fresh
             result.num_rejected += len(rejects)
             result.examples += rejects[: NUM_EXAMPLES - len(result.examples)]
-            result.keys |= batch.keys
+            result.rejected_columns |= batch.rejected_columns
             if full:
                 log.info("parquet: stopped at data.max_rows %s", f"{result.num_rows:,}")
                 break
@@ -190,159 +194,98 @@ def _convert(source: Path, directory: Path, data: Data) -> _Result:
 
 
 def _source_columns(data: Data) -> list[str]:
+    """Return the names of the source's columns that the recipe uses, each once."""
     return list(dict.fromkeys(name for template in data.columns.values() for name in template_fields(template)))
 
 
 def _up_to_max_rows(
     table: pa.Table, fresh: np.ndarray, batch: Batch, max_rows: int | None, num_rows: int
 ) -> tuple[pa.Table, np.ndarray, list[Reject], bool]:
-    """The batch up to the row that fills `max_rows`: what is counted does not depend on block sizes."""
+    """Cut a batch after the row that reaches `max_rows`, so that the counts do not depend on the batch size.
+
+    Returns the rows, the mask of new rows among them, the rejects before the last row, and whether
+    `max_rows` is reached. `num_rows` is the number of rows written before this batch.
+    """
     if max_rows is None or num_rows + int(fresh.sum()) < max_rows:
         return table, fresh, batch.rejects, False
     last = int(np.flatnonzero(fresh)[max_rows - num_rows - 1])
-    rejects = [bad for bad in batch.rejects if bad.line < batch.lines[last]]
+    rejects = [reject for reject in batch.rejects if reject.line < batch.lines[last]]
     return table.slice(0, last + 1), fresh[: last + 1], rejects, True
 
 
 def _write_rejects(rejects: list[Reject], file: IO[str]) -> None:
-    file.writelines(json.dumps(bad._asdict(), ensure_ascii=False) + "\n" for bad in rejects)
+    file.writelines(json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
 
 
 def _fill_columns(table: pa.Table, columns: dict[str, str]) -> pa.Table:
-    """The recipe's templates over whole columns."""
+    """Return the recipe's columns: each template, filled for all rows at once."""
 
-    def filled(template: str) -> pa.ChunkedArray:
+    def fill(template: str) -> pa.ChunkedArray:
         parts: list[Any] = []
         for literal, name, _, _ in string.Formatter().parse(template):
             parts += [pa.scalar(literal)] if literal else []
             parts += [table[name]] if name else []
         return parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, "")
 
-    return pa.table([filled(template) for template in columns.values()], names=list(columns))
+    return pa.table([fill(template) for template in columns.values()], names=list(columns))
 
 
 # -- duplicates ------------------------------------------------------------------------------------
 
 
-def _row_hashes(table: pa.Table) -> np.ndarray:
-    """(rows, 2) uint64: the 128-bit XXH3 of every row.
+def _unseen(table: pa.Table, seen: set[bytes]) -> np.ndarray:
+    """Return the mask, bool [rows], of the rows that are new, and add their 16-byte digests to `seen`.
 
-    With 128 bits the chance that five million distinct rows share a hash anywhere is 4e-26, so equal
-    hashes count as equal rows; 64 bits would lose a row in one of 1.5 million such files. The byte
-    0xff stands in no UTF-8 text, so that ("ab", "c") and ("a", "bc") differ.
+    Equal digests count as equal rows: with the 128 bits of XXH3, the chance that any two of five
+    million distinct rows share one is 4e-26. With 64 bits, one in 1.5 million such files would lose
+    a row. No UTF-8 text contains the byte 0xff, so ("ab", "c") and ("a", "bc") differ.
     """
     columns = [column.cast(pa.binary()) for column in table.columns]
-    rows = pc.binary_join_element_wise(*columns, b"\xff").combine_chunks()
-    if not len(rows):
-        return np.empty((0, 2), np.uint64)
-    _, offsets, values = rows.buffers()
-    ends = np.frombuffer(offsets, np.int32)[rows.offset : rows.offset + len(rows) + 1].tolist()
-    text, digest = memoryview(values or b""), xxhash.xxh3_128_digest
-    digests = b"".join([digest(text[begin:end]) for begin, end in pairwise(ends)])
-    return np.frombuffer(digests, np.uint64).reshape(-1, 2)
-
-
-class _SeenRows:
-    """The hashes so far in an open-addressing table: 32 to 64 bytes a row, a Python set takes 100."""
-
-    def __init__(self) -> None:
-        self.low = np.zeros(1 << 16, np.uint64)  # 0 is a free slot
-        self.high = np.zeros(1 << 16, np.uint64)
-        self.num_rows = 0
-
-    def add(self, hashes: np.ndarray) -> np.ndarray:
-        """Mask of the rows that stand neither in the table nor earlier in `hashes`."""
-        low, high = np.maximum(hashes[:, 0], 1), hashes[:, 1]
-        while self.num_rows + len(low) > len(self.low) // 2:
-            self._grow()
-        fresh = np.ones(len(low), bool)
-        ordered = np.sort(low)
-        if np.any(ordered[1:] == ordered[:-1]):  # numpy keeps the last of several writes to one slot
-            fresh[:] = False
-            fresh[np.unique(hashes, axis=0, return_index=True)[1]] = True
-        rows = np.flatnonzero(fresh)
-        fresh[rows] = self._insert(low[rows], high[rows])
-        self.num_rows += int(fresh.sum())
-        return fresh
-
-    def _grow(self) -> None:
-        low, high = self.low, self.high
-        self.low, self.high = np.zeros(2 * len(low), np.uint64), np.zeros(2 * len(low), np.uint64)
-        for start in range(0, len(low), 1 << 18):
-            used = start + np.flatnonzero(low[start : start + (1 << 18)])
-            self._insert(low[used], high[used])
-
-    def _insert(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Mask of the rows that were not in the table. The rows differ from each other."""
-        fresh = np.zeros(len(low), bool)
-        rows = np.arange(len(low))
-        mask = np.uint64(len(self.low) - 1)
-        slots = (low & mask).view(np.int64)
-        steps = (high & mask | np.uint64(1)).view(np.int64)  # double hashing: few rounds
-        while len(rows):
-            free = np.flatnonzero(self.low.take(slots) == 0)
-            self.low[slots[free]], self.high[slots[free]] = low[free], high[free]
-            stored = (self.low.take(slots) == low) & (self.high.take(slots) == high)
-            fresh[rows[free[stored[free]]]] = True
-            going = np.flatnonzero(~stored)
-            rows, low, high, steps = rows[going], low[going], high[going], steps[going]
-            slots = (slots[going] + steps) & mask.view(np.int64)
-        return fresh
+    rows = pc.binary_join_element_wise(*columns, b"\xff").to_pylist()
+    mask = np.zeros(len(rows), bool)
+    for index, row in enumerate(rows):
+        digest = xxhash.xxh3_128_digest(row)
+        if digest not in seen:
+            seen.add(digest)
+            mask[index] = True
+    return mask
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _compression_level(num_bytes: int, complete: bool) -> int:
-    """zstd's level by the size of the first row group. Measured in BENCHMARKS.md."""
-    if not complete:
-        return 1
-    return 22 if num_bytes <= 4 << 20 else 9
+class _ParquetFile:
+    """A Parquet file of text columns that is written in row groups of about ROW_GROUP_BYTES."""
 
+    def __init__(self, path: Path, names: list[str]) -> None:
+        self._schema = pa.schema([pa.field(name, pa.string(), nullable=False) for name in names])
+        self._writer = pq.ParquetWriter(
+            path,
+            self._schema,
+            compression="zstd",
+            compression_level=COMPRESSION_LEVEL,
+            # Texts seldom repeat as a whole, so a dictionary makes the file larger, and so do statistics
+            # and the Arrow schema. One page for each column of a row group compresses best.
+            use_dictionary=False,
+            column_encoding="DELTA_LENGTH_BYTE_ARRAY",
+            write_statistics=False,
+            store_schema=False,
+            data_page_size=ROW_GROUP_BYTES,
+        )
+        self._tables = [self._schema.empty_table()]
+        self._num_bytes = 0
 
-@contextmanager
-def _parquet_file(path: Path, names: list[str]) -> Iterator[Callable[[pa.Table], None]]:
-    """Yield the function that appends rows. Compression runs in a thread, one row group behind."""
-    schema = pa.schema([pa.field(name, pa.string(), nullable=False) for name in names])
-    writer: pq.ParquetWriter | None = None
-    tables: list[pa.Table] = []
-    num_bytes = 0
-    running: list[Future[None]] = []
+    def append(self, table: pa.Table) -> None:
+        self._tables.append(table.cast(self._schema))
+        self._num_bytes += table.nbytes
+        if self._num_bytes >= ROW_GROUP_BYTES:
+            self._write_row_group()
 
-    def flush(complete: bool) -> None:
-        nonlocal writer, num_bytes
-        while running:
-            running.pop().result()
-        if writer is None:
-            writer = pq.ParquetWriter(
-                path,
-                schema,
-                compression="zstd",
-                compression_level=_compression_level(num_bytes, complete),
-                # Texts hardly repeat: a dictionary, statistics and the Arrow schema made a file of
-                # 2,845 rows 6 % larger, and one page per column compresses best.
-                use_dictionary=False,
-                write_statistics=False,
-                store_schema=False,
-                data_page_size=ROW_GROUP_BYTES,
-            )
-        group = pa.concat_tables(tables).cast(schema) if tables else schema.empty_table()
-        tables.clear()
-        num_bytes = 0
-        running.append(pool.submit(writer.write_table, group))
+    def close(self) -> None:
+        if self._num_bytes:
+            self._write_row_group()
+        self._writer.close()
 
-    def append(table: pa.Table) -> None:
-        nonlocal num_bytes
-        tables.append(table)
-        num_bytes += table.nbytes
-        if num_bytes >= ROW_GROUP_BYTES:
-            flush(complete=False)
-
-    with ThreadPoolExecutor(1) as pool:
-        yield append
-        if tables or writer is None:
-            flush(complete=True)
-        while running:
-            running.pop().result()
-    assert writer is not None
-    writer.close()
+    def _write_row_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._tables))
+        self._tables, self._num_bytes = [self._schema.empty_table()], 0

@@ -18,15 +18,15 @@ def questions_of(table: pa.Table) -> set[str]:
 QUESTIONS = [f"How do I tie knot {number % 1727}?" for number in range(2845)]
 
 
-def test_no_question_stands_on_both_sides_and_no_row_is_lost() -> None:
+def test_no_question_is_on_both_sides_and_no_row_is_lost() -> None:
     train, validation = split_rows(table_of(QUESTIONS), "question", 0.1, seed=42)
     assert not questions_of(train) & questions_of(validation)
     assert sorted(train["row"].to_pylist() + validation["row"].to_pylist()) == list(range(2845))
-    assert train["row"].to_pylist() == sorted(train["row"].to_pylist()), "the source's order stays"
+    assert train["row"].to_pylist() == sorted(train["row"].to_pylist()), "the source's order is kept"
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_share_is_near_what_was_asked(share: float) -> None:
+def test_share_is_close_to_the_requested_one(share: float) -> None:
     _, validation = split_rows(table_of([f"question {i}" for i in range(20_000)]), "question", share, seed=7)
     assert validation.num_rows / 20_000 == pytest.approx(share, abs=0.01)
 
@@ -45,8 +45,8 @@ def test_side_does_not_depend_on_how_the_table_is_chunked() -> None:
     assert split_rows(chunked, "question", 0.1, 42)[1].equals(split_rows(table, "question", 0.1, 42)[1])
 
 
-def test_the_hash_itself_is_pinned() -> None:
-    """Other machines and later versions must keep these rows where they are."""
+def test_hash_is_pinned() -> None:
+    """Other machines and later versions must put the same rows on the same side."""
     _, validation = split_rows(table_of([f"question {i}" for i in range(40)]), "question", 0.1, seed=42)
     assert validation["row"].to_pylist() == [19, 21, 35]
 
@@ -64,7 +64,7 @@ def test_larger_share_keeps_the_validation_rows() -> None:
     assert small < large
 
 
-def test_trivial_variants_stand_on_one_side() -> None:
+def test_trivial_variants_are_on_one_side() -> None:
     variants = [
         text
         for i in range(200)
@@ -89,6 +89,6 @@ def test_empty_side_is_an_error_with_the_remedy(questions: list[str], share: flo
     assert "data.validation_share" in str(caught.value)
 
 
-def test_missing_column_is_named_with_those_there_are() -> None:
+def test_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(UserError, match=r"'topic'.*question, row"):
         split_rows(table_of(QUESTIONS), "topic", 0.1, 42)
