@@ -3,6 +3,7 @@
 Nothing else imports a kind by its name, apart from the recipe's schema. Each folder has the same files:
 
 - `config.py`: the kind's settings, and `METRICS`, its `MetricTable`. Imports no torch.
+- `train.py`: `make_trainer` returns a ready Hugging Face Trainer.
 - `evaluate.py`: `evaluate_model` scores one model; `measure_floor` is needed where `METRICS` has a floor.
 - `sections.py`: `write_demo` asks both models the demo questions for the report.
 
