@@ -65,8 +65,8 @@ def trainer_status(progress: Any, succeeded: bool | None = None) -> dict[str, An
     if succeeded is False:
         status["estimatedRemainingTimeSummary"] = f"failed at {percentage}%"
     elif remaining_seconds is not None:
-        status["estimatedRemainingSeconds"] = max(0, round(remaining_seconds))
-        status["estimatedRemainingTimeSummary"] = "complete" if succeeded else _duration(remaining_seconds)
+        status["estimatedRemainingSeconds"] = seconds = max(0, round(remaining_seconds))
+        status["estimatedRemainingTimeSummary"] = "complete" if succeeded else _duration(seconds)
     return {name: value for name, value in status.items() if value not in (None, {})}
 
 
@@ -75,9 +75,9 @@ def _finite(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: int) -> str:
     """The duration in its two largest units, for example `1 day 3 hours`."""
-    minutes = int(seconds) // 60
+    minutes = seconds // 60
     units = (("day", minutes // 1440), ("hour", minutes // 60 % 24), ("minute", minutes % 60))
     parts = [f"{count} {unit}{'s' * (count != 1)}" for unit, count in units if count]
     return " ".join(parts[:2]) or "less than a minute"
