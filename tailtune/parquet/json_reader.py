@@ -56,7 +56,7 @@ def read_json(source: Path, compression: str | None, names: list[str]) -> Iterat
 
 
 class _Number(str):
-    """A JSON number as it is written. Any number of digits is allowed."""
+    """A JSON number, kept as it is written, with any number of digits."""
 
 
 _REPEATED = object()
@@ -78,7 +78,7 @@ _DECODER = json.JSONDecoder(
 _TYPE_NAMES = {
     type(None): "null",
     bool: "a boolean",
-    float: "not a number (NaN)",  # also Infinity, which JSON does not have either
+    float: "not a number (NaN)",  # also Infinity, which is not valid JSON either
     list: "a list",
     dict: "an object",
     _Number: "a number",

@@ -11,6 +11,7 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,7 +67,8 @@ def read_rows(source: Path, declared: str, names: list[str], scratch: Path) -> G
     if not source.is_file():
         raise UserError(f"data file {source} does not exist", "check data.source")
     try:
-        yield from collect_batches(_read_records(source, file_format, compression, names, scratch), names)
+        with closing(_read_records(source, file_format, compression, names, scratch)) as records:
+            yield from collect_batches(records, names)
     except (OSError, pa.ArrowException) as error:
         description = f"{file_format}, {compression}" if compression else file_format
         raise UserError(f"{source} cannot be read as {description}: {error}", "fetch or export it again") from error
@@ -74,7 +76,7 @@ def read_rows(source: Path, declared: str, names: list[str], scratch: Path) -> G
 
 def _read_records(
     source: Path, file_format: str, compression: str | None, names: list[str], scratch: Path
-) -> Iterator[Record]:
+) -> Generator[Record, None, None]:
     if file_format == "parquet":
         yield from _read_parquet(source, compression, names, scratch)
     elif file_format == "json":
@@ -183,7 +185,7 @@ def _read_csv(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[
             break
         except (csv.Error, _TooLong) as error:
             if header is None:
-                raise UserError(f"the CSV header cannot be read: {error}") from None
+                raise UserError(f"the CSV header cannot be read: {error}", "correct the first line") from None
             reason = "a quote is opened and never closed" if source.at_end or not str(error) else str(error)
             number, text = source.take_first_line()
             yield Record(number, text, BadRow(f"broken CSV ({reason})"))

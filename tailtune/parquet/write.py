@@ -141,12 +141,11 @@ class _Result:
         """Return, for example, `12 of 200 rows (6.0 %) were rejected; first: line 3: broken JSON (…)`."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         share = self.num_rejected / total
-        above = f", above data.max_rejected_share {100 * data.max_rejected_share:g} %; first: "
-        first = f"line {self.examples[0].line}: {self.examples[0].reason}"
-        failed = share > data.max_rejected_share
+        limit = f", above data.max_rejected_share {100 * data.max_rejected_share:g} %"
         return (
             f"{self.num_rejected:,} of {total:,} rows ({100 * share:.1f} %) were rejected"
-            f"{above if failed else '; first: '}{first}"
+            f"{limit if share > data.max_rejected_share else ''}; "
+            f"first: line {self.examples[0].line}: {self.examples[0].reason}"
         )
 
     def find_error(self, data: Data, rejects: Path) -> UserError | None:
