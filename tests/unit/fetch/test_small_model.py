@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tailtune.fetch.model import provide_base_model
 from tailtune.manifest import directory_identity, read_manifest
 from tailtune.parquet.write import write_parquet
 from tailtune.recipe.schema import Recipe
+from tailtune.run import Run
 
 
 @pytest.fixture
@@ -133,3 +135,16 @@ def test_models_that_no_run_has_used_for_a_week_are_deleted(tmp_path: Path, data
     os.utime(tmp_path / "cache" / "of-somebody-else", (0, 0))
     provide(tmp_path, "second", data_dir, tiny_recipe(seed=7))
     assert not old.exists() and (tmp_path / "cache" / "of-somebody-else").exists(), "it has no key.json"
+
+
+def test_local_runs_share_the_cache_next_to_them(
+    make_run: Callable[..., Run], tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.fetch_model import fetch_model
+
+    builds = count_builds(monkeypatch)
+    runs = [make_run("monday"), make_run("tuesday")]
+    assert [fetch_model.python_func(run.to_json(), str(data_dir)) for run in runs] == [
+        str(run.base_model_dir) for run in runs
+    ]
+    assert builds == [runs[0].base_model_dir] and len(list((tmp_path / ".small_models").iterdir())) == 1
