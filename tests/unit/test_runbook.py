@@ -449,7 +449,8 @@ OF_OTHERS = set(
     "SFTTrainer | Trainer | alpha | venv | PIP_INDEX_URL | lyrics | resnet18 | gemma | llama7b |"
     # the reader's own, and examples
     "ADDRESS-OF-THIS-REPOSITORY | first-report.html | my.jsonl | second-b | topic | question | current | first-sft- |"
-    ":latest | clustertest-… | pipeline → components → tailtune | UserError(problem, remedy) | config.py | Stage.kind | ✓ | ✗"
+    ":latest | clustertest-… | pipeline → components → tailtune | UserError(problem, remedy) | config.py | Stage.kind |"
+    "✓ | ✗"
     .replace(" |", "|").replace("| ", "|").split("|")
 )  # fmt: skip
 """Code spans and parts of messages that do not come from tailtune."""
