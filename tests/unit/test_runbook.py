@@ -562,6 +562,8 @@ def test_every_line_of_output_is_printed_by_the_code() -> None:
     blocks = [block for block in output_blocks() if not any(words in "\n".join(block) for words in COMPARED_ABOVE)]
     assert sum(map(len, blocks)) > 15
     for line in [line for block in blocks for line in block]:
+        if line.startswith("evaluate: answer loss "):
+            continue  # the one line that is put together from several texts: tests/unit/kinds/test_evaluate.py
         assert is_printed(line.removeprefix(LINE_PREFIX)), line
 
 
