@@ -4,7 +4,6 @@ Nothing in backticks is taken on trust: a span is a command, an option, a key, a
 that the code prints. Everything else has to be listed in `OF_OTHERS`.
 """
 
-import ast
 import json
 import re
 import shlex
@@ -22,6 +21,7 @@ from click.testing import CliRunner
 from dashboard_server import dashboard
 from kubernetes.client import ApiClient
 from kubernetes_server import cluster
+from printed_texts import is_printed, literals
 from test_deploy import DEPLOY, documents, of_kind, violations
 
 import pipeline
@@ -470,85 +470,10 @@ def sources() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
-def _parts(node: ast.AST) -> list[str]:
-    """The literal parts of an expression, cut at its fields: those of an f-string or of a log line's format."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values).split("\0")
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return [part.replace("%%", "%") for part in re.split(r"(?<!%)%[-.,\d]*[sdrfeg]", node.value)]
-    return ["", ""]  # a field, whatever is in it
-
-
-@cache
-def texts() -> tuple[tuple[str, ...], ...]:
-    """Every text that the code may print, as its literal parts. `Error(problem, remedy)` is one text, with "; "."""
-    found = {((ROOT / "Makefile").read_text(),)}
-    for path in [*ROOT.glob("pipeline*.py"), *(ROOT / "tailtune").rglob("*.py")]:
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
-        skipped |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in nodes:
-            if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in skipped:
-                found.add(tuple(_parts(node)))
-            elif isinstance(node, ast.Call) and len(node.args) == 2:
-                problem, remedy = map(_parts, node.args)
-                found.add((*problem[:-1], f"{problem[-1]}; {remedy[0]}", *remedy[1:]))
-    return tuple(text for text in found if sum(map(len, text)) > 3)
-
-
-@cache
-def literals() -> str:
-    return "\n".join(part for text in texts() for part in text)
-
-
-@cache
-def whole_texts() -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(r"\S*(?: GB)?".join(map(re.escape, text))) for text in texts())
-
-
-def is_printed(message: str) -> bool:
-    """Whether the code prints this message, or a longer one of which it is a part.
-
-    Its words have to be those of one text, whose fields hold one word or a whole second text. Parts before and after
-    `…` and parentheses are looked up separately.
-    """
+def without_words_of_others(message: str) -> str:
     for text in sorted(OF_OTHERS, key=len, reverse=True):
         message = message.replace(text, "…") if " " in text else message
-    pieces = [piece.strip(" .,:;") for piece in re.split(r"…|[()]", message)]
-    return _is_part_of_a_text(message) or all(map(_is_part_of_a_text, pieces))
-
-
-@cache
-def _is_part_of_a_text(message: str) -> bool:
-    return len(message) < 3 or message in literals() or any(_is_part_of(text, message) for text in texts())
-
-
-def _is_part_of(text: tuple[str, ...], message: str) -> bool:
-    for i, (literal, following) in enumerate(pairwise(text)):
-        if message[:4] in literal:  # it begins within this literal part
-            begin = next((n for n in range(len(message), 3, -1) if literal.endswith(message[:n])), 0)
-            if begin and _continues(message[begin:], text[i + 1 :]):
-                return True
-        elif following and following in message and _continues(message, text[i + 1 :]):  # it begins within the field
-            return True
-    return False
-
-
-def _continues(message: str, parts: tuple[str, ...]) -> bool:
-    """Whether the message is the content of a field, followed by these literal parts, and may end anywhere."""
-    for i in range(len(message) + 1) if parts else ():
-        content, rest, literal = message[:i], message[i:], parts[0]
-        ends, continues = literal.startswith(rest), literal and rest.startswith(literal)
-        if (ends or continues) and _is_value(content) and (ends or _continues(rest[len(literal) :], parts[1:])):
-            return True
-    return not message
-
-
-@cache
-def _is_value(content: str) -> bool:
-    """Whether a field may hold this: one word, or a whole text."""
-    forms = {content, content.strip()}
-    return " " not in content.strip() or any(text.fullmatch(form) for text in whole_texts() for form in forms)
+    return message
 
 
 def test_messages_are_compared_word_by_word() -> None:
@@ -564,7 +489,7 @@ def test_every_line_of_output_is_printed_by_the_code() -> None:
     for line in [line for block in blocks for line in block]:
         if line.startswith("evaluate: answer loss "):
             continue  # the one line that is put together from several texts: tests/unit/kinds/test_evaluate.py
-        assert is_printed(line.removeprefix(LINE_PREFIX)), line
+        assert is_printed(without_words_of_others(line.removeprefix(LINE_PREFIX))), line
 
 
 def is_a_word_of_the_code(word: str) -> bool:
@@ -584,7 +509,7 @@ def test_everything_in_backticks_exists(page: Path) -> None:
             or any((folder / word).exists() for folder in (ROOT, page.parent, page.parent / "chat"))
             or any(key_exists(prefix + re.split("=|: ", word)[0]) for prefix in ("", "stages.N."))
             or (" " not in word and all(map(is_a_word_of_the_code, word.split("=")[0].split("/"))))
-            or (is_printed(span) if " " in span else span in literals())
+            or (is_printed(without_words_of_others(span)) if " " in span else span in literals())
         )
         assert exists, f"{page.relative_to(ROOT)}: `{span}` is nothing that the code knows or prints"
 
