@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-all check lint compile lock images image-pipeline image-trainer try-images clean
 
-# Of `make images` (images/README.md).
+# Variables of `make images` (images/README.md).
 BUILDER ?= $(firstword $(notdir $(shell command -v podman buildah)))
 REGISTRY ?= localhost
 TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tailtune/__init__.py)
@@ -13,7 +13,7 @@ BUILD_FLAGS ?=
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
-test: .venv/.installed  ## the tests, in about 17 minutes on 2 cores
+test: .venv/.installed  ## the tests, in under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-all: .venv/.installed  ## the slow ones too
@@ -28,7 +28,7 @@ check: .venv/.installed  ## style, types, import arrows, compiled files
 compile: .venv/.installed  ## regenerate compiled/
 	$(BIN)/python pipeline.py
 
-lock: .venv/.installed  ## the images' requirements anew, with PyPI's hashes
+lock: .venv/.installed  ## lock the requirements of the images, with PyPI hashes
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv
 	UV=$(BIN)/uv images/lock
 

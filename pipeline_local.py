@@ -51,7 +51,7 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
     if not succeeded:
         message = f"failed: a step ended without a word; see {relative(log_path)}"
         if stopped:
-            message = f"stopped by a signal; run again with --run-name {run_name} to go on"
+            message = f"stopped by a signal; run again with --run-name {run_name} to continue"
         elif errors:
             step, error = errors[0]
             message = f"failed: {step}: {error}".splitlines()[0]  # the other lines are in the log

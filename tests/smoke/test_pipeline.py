@@ -146,7 +146,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
         os.kill(process.pid, number)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert err.splitlines()[-1] == "stopped by a signal; run again with --run-name stopped to go on", err
+        assert err.splitlines()[-1] == "stopped by a signal; run again with --run-name stopped to continue", err
         saved = max((run_dir / "models" / "checkpoints").glob("checkpoint-*/complete.json"), key=step_of)
         assert step_of(saved) > last
         resumed = f"train: resuming from checkpoint-{last}, next step is {last + 1}"
