@@ -14,10 +14,10 @@ demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
 test: .venv/.installed  ## the tests, in under 8 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=85
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-all: .venv/.installed  ## the slow ones too
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: .venv/.installed  ## style, types, import arrows, compiled files
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

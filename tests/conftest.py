@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_parquet(write_rows(folder / "rows.jsonl"), folder / "data", recipe.data)
     provide_base_model(recipe, folder / "data", folder / "base")
     return folder
-
-
-@pytest.fixture(scope="module")
-def uncovered_subprocesses() -> Iterator[None]:
-    """Coverage is not measured in this module's subprocesses: other tests run the same code, and it takes a third
-    of their time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-        yield
 
 
 @pytest.fixture

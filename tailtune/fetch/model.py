@@ -3,6 +3,8 @@
 import re
 import shutil
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import huggingface_hub as hub
 from huggingface_hub import errors as hub_errors
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.fetch import transfer
 from tailtune.fetch.hub import hub_endpoint, query_hub
 from tailtune.files import sha256_file, sha256_json
@@ -63,27 +65,45 @@ def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_
     if read_manifest(directory, key):
         log.info("model: small %s is built already", small.model_type)
         return directory
-    entry = use_entry(cache_dir, key) if cache_dir else None
-    # Every build has a name of its own, so two runs that build the same model at once do not meet.
-    builds = sorted(path for path in entry.glob("*/") if path.suffix != ".partial") if entry else []
-    cached = next((path for path in builds if read_manifest(path, key)), None)
-    if cached:
-        _copy_published(cached, directory)
+    if cache_dir and _copy_from_cache(cache_dir, key, directory):
         log.info("model: small %s was built by an earlier run: copied", small.model_type)
         return directory
     from tailtune.fetch.small_model import build_small_model  # torch: seconds that the other ways do not need
 
     train, _ = read_split(recipe, data_dir / DATA_FILE)
     build_small_model(recipe, small, train, key, directory)
-    if entry:
-        _copy_published(directory, entry / uuid.uuid4().hex)
+    if cache_dir:
+        with _cache_errors_logged():
+            # Every build has a name of its own, so two runs that build the same model at once do not meet.
+            _copy_published(directory, use_entry(cache_dir, key) / uuid.uuid4().hex)
     return directory
+
+
+def _copy_from_cache(cache_dir: Path, key: Mapping[str, Any], directory: Path) -> bool:
+    """Copy a complete model of this key to `directory`; return whether there was one."""
+    with _cache_errors_logged():
+        builds = sorted(path for path in use_entry(cache_dir, key).glob("*/") if path.suffix != ".partial")
+        for build in builds:
+            if read_manifest(build, key):
+                _copy_published(build, directory)
+                return True
+    return False
+
+
+@contextmanager
+def _cache_errors_logged() -> Iterator[None]:
+    """Log an OSError of the shared cache, and continue without it: a run needs no cache."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("model: the cache of small models is not used: %s", one_line(error))
 
 
 def _copy_published(source: Path, target: Path) -> None:
     """Publish a copy of a complete directory, its manifest included."""
     manifest = read_manifest(source)
-    assert manifest is not None, "only complete directories are copied"
+    if manifest is None:  # another run has just deleted it, because it was not used for long
+        raise FileNotFoundError(source)
     with publish(target, manifest["key"], manifest["facts"]) as partial_dir:
         shutil.copytree(source, partial_dir, dirs_exist_ok=True)
 

@@ -38,11 +38,11 @@ class LineDeduplicator:
     def __init__(self) -> None:
         self.latest, self.num_latest = "", 0
         """Latest timestamp, and the number of lines with it that have passed."""
-        self._num_skipped, self._is_skipping = 0, False
+        self._num_seen, self._is_skipping = 0, False
 
     def restart(self) -> None:
         """Begin another reading of the log."""
-        self._num_skipped, self._is_skipping = 0, True
+        self._num_seen, self._is_skipping = 0, True
 
     def __call__(self, line: str) -> str | None:
         """The line without its timestamp, or None if it has passed before."""
@@ -53,9 +53,10 @@ class LineDeduplicator:
         if self._is_skipping:
             if timestamp < self.latest:
                 return None
-            if timestamp == self.latest and self._num_skipped < self.num_latest:
-                self._num_skipped += 1
-                return None
+            if timestamp == self.latest:
+                self._num_seen += 1  # lines of this reading with the latest timestamp
+                if self._num_seen <= self.num_latest:
+                    return None
             self._is_skipping = timestamp == self.latest
         if timestamp > self.latest:
             self.latest, self.num_latest = timestamp, 0

@@ -173,10 +173,10 @@ class Stage(Config):
     @classmethod
     def _refuse_former_keys(cls, raw: Any) -> Any:
         if isinstance(raw, dict):
-            for key in raw.keys() & RENAMED.keys():
-                raise ValueError(f"{key} is now {RENAMED[key]}; rename it")
-            if raw.get("kind") == "sft":
-                raise ValueError("kind 'sft' is now 'chat'; rename it")
+            changes = [f"{key} is now {name}" for key, name in RENAMED.items() if key in raw]
+            changes += ["kind sft is now kind chat"] if raw.get("kind") == "sft" else []
+            if changes:
+                raise ValueError(f"{', '.join(changes)}; rename")
         return raw
 
 

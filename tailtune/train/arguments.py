@@ -154,8 +154,13 @@ def _check_reporters(trainer: dict[str, Any], where: str) -> None:
     """Raise UserError for a `report_to` that Transformers does not know, or whose package is missing."""
     from transformers.integrations import integration_utils
 
-    value = trainer.get("report_to", [])
-    available = integration_utils.get_available_reporting_integrations()
+    value = trainer.get("report_to") or []
+    available = {
+        *integration_utils.get_available_reporting_integrations(),
+        "flyte",
+    }  # asks flytekit only when it reports
+    if "mlflow" in available:
+        available.add("azure_ml")  # the same package
     known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"})
     for name in [value] if isinstance(value, str) else value:
         if name not in known:

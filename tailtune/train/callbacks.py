@@ -73,7 +73,7 @@ class Meter:
 
 
 class Metered:
-    """Mixin of Trainer whose log entries carry throughput and memory, so that every reporter has them."""
+    """Mixin of every kind's Trainer: its log entries carry throughput and memory, so that every reporter has them."""
 
     state: TrainerState
 
@@ -162,7 +162,7 @@ class WriteProgress(Timed):
             "max_steps": state.max_steps,
             "remaining_seconds": self.remaining_seconds(state),
             **self._values,
-            "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "updated_at": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         })  # fmt: skip
 
 

@@ -72,6 +72,7 @@ class Prepared:
     """A trainer that is ready to train, and what to publish when it has."""
 
     trainer: Trainer
+    """With the mixin `callbacks.Metered`."""
     model: PreTrainedModel
     """The whole model, whose weights the trainer changes; saved as `best_model/`."""
     save_companions: Callable[[Path], None]

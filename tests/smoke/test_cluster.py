@@ -18,9 +18,8 @@ from tailtune.jobs import trainjob
 from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
-pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
-EPOCHS = {"stages.0.trainer.num_train_epochs": 20}
-NUM_STEPS = 220
+EPOCHS = {"stages.0.trainer.num_train_epochs": 12}
+NUM_STEPS = 132
 LAUNCH = """
 import sys
 from pathlib import Path
@@ -65,7 +64,7 @@ def local_weights(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return load_file(run.best_model_dir / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", [pytest.param("pytorchjob", marks=pytest.mark.slow), "trainjob"])
 def test_survival_trains_in_two_pods_to_the_same_weights(
     server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], kind: str
 ) -> None:
@@ -90,7 +89,7 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
     assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "master-0"])
+@pytest.mark.parametrize("victim", ["worker-0", pytest.param("master-0", marks=pytest.mark.slow)])
 def test_a_pod_that_dies_restarts_and_the_training_resumes(
     server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], victim: str
 ) -> None:

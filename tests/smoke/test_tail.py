@@ -17,7 +17,6 @@ from tail_runs import furthest, relative
 from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 
-pytestmark = pytest.mark.usefixtures("uncovered_subprocesses")
 SHORT_RUN = {
     "stages.0.trainer.max_steps": 8,
     "stages.0.trainer.logging_steps": 1,
@@ -36,6 +35,7 @@ def losses(run: Run, kind: str = "train") -> list[float]:
     return [entry["loss" if kind == "train" else "eval_loss"] for entry in history[kind]]
 
 
+@pytest.mark.slow
 def test_two_ranks_and_micro_batches_over_the_end_of_an_epoch(prepared: Path, tmp_path: Path) -> None:
     """With larger batches, other rows fill up the last step of an epoch; no rows fill up an evaluation."""
     steps = {"stages.0.trainer.max_steps": 14, "stages.0.trainer.gradient_accumulation_steps": 2}

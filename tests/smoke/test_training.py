@@ -21,7 +21,7 @@ from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 from tailtune.train.checkpoints import is_complete
 
-LONG = {"stages.0.trainer.num_train_epochs": 40}  # about 400 steps: time to be interrupted
+LONG = {"stages.0.trainer.num_train_epochs": 20}  # about 200 steps: time to be interrupted
 LAUNCH = (
     "import sys; from pathlib import Path; from tailtune.log import step; from tailtune.run import Run\n"
     "from tailtune.jobs.train_step import train_stage\n"

@@ -30,6 +30,7 @@ def test_without_a_cluster_they_are_skipped_with_a_reason() -> None:
     assert done.returncode == 0 and "6 skipped" in done.stdout and "oc login, then pytest --cluster" in done.stdout
 
 
+@pytest.mark.slow
 def test_they_pass_on_a_cluster_without_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pod_long.py").write_text(MODULES["long"])
     with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path)) as kubernetes, dashboard() as pipelines:

@@ -214,7 +214,7 @@ def key_exists(key: str) -> bool:
 
 # ---- files and links --------------------------------------------------------------------------------
 
-FOLDERS = ("deploy", "docs", "compiled", "tests", "components", "tailtune", "benchmarks", "images")
+FOLDERS = ("recipes", "deploy", "docs", "compiled", "tests", "components", "tailtune", "benchmarks", "images")
 
 
 @every_page
@@ -501,6 +501,9 @@ def is_a_word_of_the_code(word: str) -> bool:
 def test_everything_in_backticks_exists(page: Path) -> None:
     for span in spans(page):
         word = span.rstrip("/=:…")
+        key = re.fullmatch(rf"((?:{'|'.join(SECTIONS)})(?:\.[\w-]+)+)(?:=.*)?", span)
+        if key and not re.search(r"\.(py|yaml|jsonl?|parquet)$", key[1]):
+            assert key_exists(key[1]), f"{page.relative_to(ROOT)}: `{span}` is not a key of a recipe"
         exists = (
             span in OF_OTHERS
             or PROGRAMS.match(span)  # checked above where it is ours

@@ -147,4 +147,9 @@ def test_only_new_lines_pass_when_a_log_is_read_again() -> None:
     assert [deduplicate(line) for line in again] == [None, None, "c", "d"], (
         "equal lines with equal timestamps are two lines"
     )
+    deduplicate.restart()
+    burst = [f"2026-01-01T00:00:01.1Z {text}" for text in "defg"]
+    assert [deduplicate(line) for line in burst] == [None, "e", "f", "g"], "a burst with one timestamp is whole"
+    deduplicate.restart()
+    assert [deduplicate(line) for line in burst] == [None] * 4
     assert split_timestamp("no timestamp") is None and deduplicate("no timestamp") == "no timestamp"

@@ -178,7 +178,7 @@ def test_fp16_on_a_cpu_is_reported_as_what_it_is() -> None:
 
 @pytest.mark.parametrize(("num_rows", "epochs"), [(5, 1), (40, 3), (2845, 4)])
 def test_intervals_fit_the_length_of_the_run(num_rows: int, epochs: int, tmp_path: Path) -> None:
-    """An interval longer than the run would leave "best model" nothing to plan_hardware from."""
+    """An interval longer than the run would leave "best model" nothing to choose from."""
     recipe = tiny_recipe(epochs=epochs)
     choice = plan_hardware(recipe.hardware, 2, 1)
     config = sft_config(recipe, recipe.stages[0], choice, output_dir=tmp_path, num_train_rows=num_rows, world_size=2)
