@@ -88,11 +88,11 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
     resolved = _recipe(recipe, parameters)
     path = data_dir / DATA_FILE
     if not path.is_file():
-        raise UserError(f"{data_dir} holds no {DATA_FILE}", "give the data/parquet directory of a run")
+        raise UserError(f"{data_dir} contains no {DATA_FILE}", "give the data/parquet directory of a run")
     models = {"tuned": model} if base is None else {"base": base, "tuned": model}
     for directory in models.values():
         if not (directory / "config.json").is_file():
-            raise UserError(f"{directory} holds no config.json", "give the directory of a Transformers model")
+            raise UserError(f"{directory} contains no config.json", "give the directory of a Transformers model")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,7 +125,7 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
     except UnicodeDecodeError:
         document = None
     if not isinstance(document, dict) or not isinstance(document.get("metrics"), dict):
-        raise UserError(f'{evaluation} holds no "metrics"', "give the evaluation.json of a run")
+        raise UserError(f'{evaluation} contains no "metrics"', "give the evaluation.json of a run")
     verdict = judge(_recipe(recipe, parameters).gate, document["metrics"])
     click.echo("\n".join(verdict_lines(verdict)))
     sys.exit(0 if verdict["passed"] else 1)
@@ -208,7 +208,7 @@ def _newest_run() -> Path:
     """Return the `run.json` of the run below runs/ that was started last, preferably of those that have a model."""
     paths = [path for path in Path("runs").glob("*/workspace/run.json") if _log_path(path).is_file()]
     if not paths:
-        raise UserError("there is no run below runs/", "start one with `make demo`, or give --run DIRECTORY")
+        raise UserError("there is no run in runs/", "start one with `make demo`, or give --run DIRECTORY")
     finished = [path for path in paths if read_manifest(path.parents[1] / "models" / "best_model")]
     return max(finished or paths, key=lambda path: _log_path(path).stat().st_mtime)
 
@@ -228,7 +228,7 @@ def _find_run(directory: Path) -> Path:
         if path.is_file():
             return path
     names = sorted(path.parents[1].name for path in Path("runs").glob("*/workspace/run.json"))
-    raise UserError(f"{directory} holds no run", f"there are: {', '.join(names) or 'none below runs/'}")
+    raise UserError(f"{directory} contains no run", f"there are: {', '.join(names) or 'none in runs/'}")
 
 
 def _base_model_dir(run: Run) -> Path:

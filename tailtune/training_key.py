@@ -51,7 +51,7 @@ def refuse_other_settings(old: Recipe, new: Recipe, models_dir: Path) -> None:
     before, after = ({**recipe_settings(recipe), "data": recipe.data.model_dump(mode="json")} for recipe in (old, new))
     if changed := differences(before, after):
         raise UserError(
-            f"this run has trained with another {', '.join(changed)}",
+            f"this run was trained with other settings: {', '.join(changed)}",
             f"choose another --run-name, or delete {models_dir}",
         )
 

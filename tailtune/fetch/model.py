@@ -38,11 +38,12 @@ def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_di
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"base_model {path} holds no config.json", "give the directory of a Transformers model")
+            raise UserError(f"base_model {path} contains no config.json", "give the directory of a Transformers model")
         log.info("model: %s is used in place", path)
         return path.resolve()
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"base_model '{name}' is no directory and no hub name", "give OWNER/NAME, a path, or small")
+        problem = f"base_model '{name}' is neither a directory nor a hub name"
+        raise UserError(problem, "give OWNER/NAME, a path, or small")
     return fetch_model(name, directory, revision=recipe.model.revision)
 
 

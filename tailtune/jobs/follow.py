@@ -1,6 +1,6 @@
 """Run a job on a cluster: create or adopt it, follow it to its end, and delete it if the launcher is stopped.
 
-The launcher can die at any time. Everything that is needed to continue a training is on the pods' volumes, and the next
+The launcher can die at any time. Everything that is needed to resume training is on the pods' volumes, and the next
 attempt finds the job by its name.
 """
 
@@ -26,9 +26,9 @@ from tailtune.signals import on_stop
 
 POLL_SECONDS = 3.0
 DELETE_SECONDS = 600
-"""How long the job of an earlier attempt may take to disappear."""
+"""How long to wait for an earlier attempt's job to disappear."""
 STOP_SECONDS = 15
-"""How long deleting the job may take after SIGTERM. Kubernetes kills the launcher's pod after 30 s."""
+"""How long a call to delete the job is retried after SIGTERM. Kubernetes kills the launcher's pod after 30 s."""
 NO_PODS_SECONDS = 60
 """Report a job that still has no pods after this many seconds."""
 STUCK_SECONDS = 300
@@ -37,7 +37,7 @@ CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT (its argument). Raised in the main thread, where it also interrupts a call and its retries."""
+    """Raised in the main thread on SIGTERM or SIGINT (its argument); interrupts a call that is being retried, too."""
 
 
 def _stop(received: list[int]) -> None:
@@ -46,7 +46,7 @@ def _stop(received: list[int]) -> None:
 
 
 def run_job(job: Job, cluster: KubernetesClient) -> None:
-    """Create the job, or adopt the one of an earlier attempt, and follow it until it has succeeded.
+    """Create the job, or adopt the one from an earlier attempt, and follow it until it has succeeded.
 
     Raises JobFailed if it fails. SIGTERM and SIGINT delete the job, to release its GPUs.
     """
@@ -67,10 +67,10 @@ def run_job(job: Job, cluster: KubernetesClient) -> None:
 
 
 def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> tuple[bool, str, str]:
-    """Delete the job within the few seconds that a stopped pod has.
+    """Delete the job within the few seconds that a pod has left after SIGTERM.
 
-    `jobs` is None if the signal arrived before a kind was chosen: then jobs of all kinds are tried. Returns whether
-    there was a job to delete, the outcome as the end of a sentence, and the remedy.
+    `jobs` is None if the signal arrived before a kind was chosen; all kinds are then tried. Returns whether a job was
+    deleted, the outcome (worded as the end of a sentence), and the remedy.
     """
 
     def delete(candidate: Jobs) -> bool:
@@ -92,11 +92,11 @@ def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> t
     except (UserError, client.ApiException) as error:
         problem = error.problem if isinstance(error, UserError) else in_words(error)
         return False, f"but could not be deleted: {problem}", "delete it with tailtune cancel RUN"
-    return False, "before it was created", ""
+    return False, "before it could be created", ""
 
 
 def _create_or_adopt(job: Job, jobs: Jobs) -> None:
-    """Create the job. If one with this name exists, adopt it if it is the same and still active, else replace it."""
+    """Create the job. An existing one with this name is adopted if it is the same and still active, else replaced."""
     manifest = jobs.get(job.name)
     if manifest is not None:
         state, _ = jobs.kind.state(manifest)
@@ -112,7 +112,7 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
         while jobs.get(job.name) is not None:
             if time.monotonic() > give_up_at:
                 raise JobFailed(
-                    f"job '{job.name}' of an earlier attempt does not go away",
+                    f"job '{job.name}' from an earlier attempt has still not been deleted",
                     f"delete it: oc delete {jobs.kind.PLURAL} {job.name}",
                 )
             time.sleep(1)
@@ -139,15 +139,15 @@ class Follower:
         self.job, self.jobs = job, jobs
         self.followed_since = time.monotonic()
         self.is_started = False
-        """Whether all pods have been running at the same time."""
+        """Whether all pods have been seen running at the same time."""
         self._logs: dict[tuple[str, str], PodLog] = {}
-        """By the pod's name and uid."""
+        """Keyed by the pod's name and uid."""
         self._last_reported: dict[str, str] = {}
-        """By the name of a pod or of the job: the last reported reason why it is waiting."""
+        """The last reported reason for waiting, keyed by the name of the pod or job."""
         self._stuck_since: dict[str, float] = {}
-        """By the name of a pod: when a problem that rarely resolves itself was first seen."""
+        """When a problem that rarely resolves itself was first seen, keyed by the pod's name."""
         self._last_seen: dict[str, dict[str, Any]] = {}
-        """Each pod by its uid, as last seen. An operator may delete the pods of a failed job."""
+        """Each pod as last seen, keyed by its uid, because an operator may delete the pods of a failed job."""
         progress_path = job.progress_path if jobs.kind.PROGRESS_ANNOTATION else None
         self._progress = ProgressReporter(progress_path, partial(jobs.write_progress, job.name))
         self._print_lock = threading.Lock()
@@ -254,7 +254,7 @@ class Follower:
     def _report_no_pods(self, reason: str) -> None:
         name = self.job.name
         if not reason and time.monotonic() - self.followed_since > NO_PODS_SECONDS:
-            reason = f"it has no pods yet; a quota may be full: oc describe {self.jobs.kind.PLURAL} {name}"
+            reason = f"it has no pods yet; a quota may be exhausted: oc describe {self.jobs.kind.PLURAL} {name}"
         if reason:
             self._report_once(name, reason, f"train: job {name} is held back: {reason}")
 

@@ -149,7 +149,8 @@ def choose_kind(cluster: KubernetesClient, requested: str) -> tuple[Jobs, str]:
         else:
             why = "chosen automatically" if requested == "auto" else "set by the recipe"
             return jobs, f"{kind.KIND} ({'; '.join([why, *reasons])})"
-    raise UserError(f"no training job can be made in {cluster.namespace}: {'; '.join(reasons)}", "run tailtune doctor")
+    problem = f"no training job can be created in {cluster.namespace}: {'; '.join(reasons)}"
+    raise UserError(problem, "run tailtune doctor")
 
 
 def find_kind(cluster: KubernetesClient, kind: Any) -> Jobs | None:

@@ -21,7 +21,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
     """
     recipe = run.recipe
     if read_manifest(data_dir) is None:
-        raise UserError(f"{data_dir} holds no complete Parquet file", "run the parquet step first")
+        raise UserError(f"{data_dir} contains no complete Parquet file", "run the parquet step first")
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
@@ -37,7 +37,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
         _run_on_cluster(run, job)
     if read_manifest(run.best_model_dir, key) is None:  # the job's pods have mounted another volume
         raise JobFailed(
-            f"job '{job.name}' succeeded, but {run.best_model_dir} holds no model",
+            f"job '{job.name}' succeeded, but {run.best_model_dir} contains no model",
             "mount the same volume in this step and in the job's pods",
         )
     return run.best_model_dir

@@ -1,6 +1,7 @@
 """Read rows from JSON Lines and from JSON arrays.
 
-Each row is parsed separately, so a broken row never affects its neighbours.
+Each row is parsed separately, so a broken row does not affect its neighbours. The exception is a missing quote or
+bracket in a JSON array, which can make the whole array unreadable.
 """
 
 import json
@@ -21,7 +22,7 @@ _WHITESPACE = b" \t\r\n"
 
 
 def read_json_lines(lines: Iterable[tuple[int, bytes]], names: list[str]) -> Iterator[Record]:
-    """Parse one JSON object per line. `lines` are (line number, text); blank lines are skipped.
+    """Parse one JSON object per line. `lines` yields (line number, text) pairs. Blank lines are skipped.
 
     A row is good when it is a JSON object in which each column of `names` appears once and holds a
     string or a number. Numbers are kept as they are written: 1.50 stays "1.50".
@@ -78,11 +79,11 @@ _DECODER = json.JSONDecoder(
 _TYPE_NAMES = {
     type(None): "null",
     bool: "a boolean",
-    float: "not a number (NaN)",  # also Infinity, which is not valid JSON either
+    float: "NaN or Infinity",  # neither is valid JSON
     list: "a list",
     dict: "an object",
     _Number: "a number",
-    str: "a text",
+    str: "a string",
 }
 
 
@@ -119,13 +120,13 @@ def _get_text(row: dict[str, Any], name: str) -> str:
     if name not in row:
         raise BadRow(f"column '{name}' is missing", row)
     if value is _REPEATED:
-        raise BadRow(f"column '{name}' appears twice", row)
+        raise BadRow(f"column '{name}' appears more than once", row)
     if not isinstance(value, str):
-        raise BadRow(f"column '{name}' is {_TYPE_NAMES[type(value)]}, not a text", row)
+        raise BadRow(f"column '{name}' is {_TYPE_NAMES[type(value)]}, not text", row)
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"column '{name}' holds a lone surrogate, which is no valid Unicode", row) from None
+        raise BadRow(f"column '{name}' contains a lone surrogate, which is not valid Unicode", row) from None
     return str(value)
 
 
@@ -150,7 +151,7 @@ def _split_array(data: bytes) -> Iterator[tuple[int, bytes]]:
 
     An element ends at the next comma or closing bracket that is not inside a string or inside
     brackets of its own. The line number is that of the element's first character. Elements longer
-    than MAX_LINE_BYTES are cut to one byte more. Raises UserError when the array has no end or is
+    than MAX_LINE_BYTES are cut to MAX_LINE_BYTES + 1 bytes. Raises UserError when the array has no end or is
     followed by other text.
     """
     depth = 0  # brackets that are open
@@ -175,12 +176,12 @@ def _split_array(data: bytes) -> Iterator[tuple[int, bytes]]:
             rest = _skip_whitespace(data, begin)
             if rest < len(data):
                 line += data.count(b"\n", position, rest)
-                raise UserError(f"line {line}: text follows the end of the JSON array", "a file holds one array")
+                raise UserError(f"line {line}: text follows the end of the JSON array", "put one array into each file")
             return
     line += data.count(b"\n", position, begin)
     raise UserError(
-        "the JSON array does not end: the file is cut off, or a quote or bracket is missing in the row "
-        f"after line {line}",
+        "the JSON array does not end: the file is cut off, or a quote or bracket is missing in the row that begins "
+        f"on or after line {line}",
         "fetch it again, or correct that row",
     )
 

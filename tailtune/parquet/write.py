@@ -152,7 +152,7 @@ class _Result:
         """Return why the result must not be published, or None."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
         if total == 0:
-            return UserError(f"{self.source} holds no rows", "check data.source and data.format")
+            return UserError(f"{self.source} contains no rows", "check data.source and data.format")
         if self.num_rows == 0 and self.rejected_columns:
             for name in _source_columns(data):
                 if name not in self.rejected_columns:

@@ -121,7 +121,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
         raise UserError(f"recipe file {path}{line}: {problem}", "correct the YAML") from None
     if not isinstance(raw, dict):
         raise UserError(
-            f"recipe file {path} holds no mapping", "start from a built-in one (tailtune/recipes/survival.yaml)"
+            f"recipe file {path} contains no mapping", "start from a built-in one (tailtune/recipes/survival.yaml)"
         )
     return _validate(_with_absolute_paths(raw, path.parent), source=str(path))
 

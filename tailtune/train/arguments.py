@@ -134,7 +134,7 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
         if name not in known:
             hint = did_you_mean(name, known, cutoff=0.6)
             remedy = "" if hint else "see the arguments of trl.SFTConfig"
-            raise UserError(f"{where}.{name} is no argument of trl.SFTConfig{hint}", remedy)
+            raise UserError(f"{where}.{name} is not an argument of trl.SFTConfig{hint}", remedy)
         try:
             TypeAdapter(hints[name]).validate_python(value, strict=not isinstance(value, int))
         except ValidationError as error:
@@ -161,7 +161,7 @@ def _check_reporters(trainer: dict[str, Any], where: str) -> None:
     }  # asks flytekit only when it reports
     if "mlflow" in available:
         available.add("azure_ml")  # the same package
-    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"})
+    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"} - {"flyte"})  # no package of its own
     for name in [value] if isinstance(value, str) else value:
         if name not in known:
             remedy = f"use one of {', '.join(known)}"

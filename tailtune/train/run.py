@@ -1,7 +1,7 @@
 """What every kind of training shares: process group, checkpoints, resume, stop, summary, best_model/. Read top-down.
 
-A kind adds one function, `make_trainer(context) -> Prepared` in `kinds/KIND/train.py`, which returns a ready
-Hugging Face Trainer.
+A kind adds one function, `make_trainer(context) -> Prepared` in `kinds/KIND/train.py`, which returns a
+Hugging Face Trainer that is ready to train.
 """
 
 import json
@@ -40,7 +40,7 @@ from tailtune.training_key import claim_checkpoints, training_key
 @dataclass(frozen=True)
 class Paths:
     data: Path
-    """Parquet file of all rows; train and validation are split when it is read."""
+    """Parquet file with all rows, which are split into train and validation when it is read."""
     base_model: Path
     output: Path
     """Directory for `best_model/`, `checkpoints/` and the summaries."""
@@ -64,12 +64,12 @@ class Context:
     is_main_process: bool
     base_model_sha256: str
     callbacks: tuple[TrainerCallback, ...]
-    """To be given to the trainer."""
+    """The kind must pass these to its trainer."""
 
 
 @dataclass
 class Prepared:
-    """A trainer that is ready to train, and what to publish when it has."""
+    """A trainer that is ready to train, and what to publish after training."""
 
     trainer: Trainer
     """With the mixin `callbacks.Metered`."""
@@ -80,15 +80,15 @@ class Prepared:
     facts: dict[str, Any] = field(default_factory=dict)
     """For `training_summary.json`. `num_train_rows` and `effective_batch_size` are required."""
     setup_seconds: float = 0.0
-    """Time spent on work that counts as training, such as filling the hidden-state cache."""
+    """Setup time that counts as training time, such as filling the hidden-state cache."""
 
 
 def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Context], Prepared]) -> int:
     """Train one stage and publish `best_model/`, `training_history.json` and `training_summary.json`.
 
-    Resumes from the last complete checkpoint of the same settings, data and base model; checkpoints of others are
-    refused with UserError. Only rank 0 writes, apart from each rank's random state inside the checkpoints. Returns
-    the exit status: 0, or 143 after a signal.
+    Resumes from the last complete checkpoint with the same settings, data and base model. Raises UserError if the
+    existing checkpoints were made with different ones. Only rank 0 writes to `paths.output`, apart from each rank's
+    random state inside the checkpoints. Returns the exit status: 0, or 143 after a signal.
     """
     started_at = datetime.now(UTC)
     ranks = join_process_group(stage)
@@ -139,7 +139,7 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Co
     refuse_no_best(state, paths.checkpoints)
     state_dict = whole_state_dict(prepared.model, trainer)  # a collective: every rank takes part
     if ranks.is_main_process:
-        seconds = saver.seconds()  # of all attempts, as far as their checkpoints count
+        seconds = saver.seconds()  # of all attempts, without the work that an interruption lost
         facts |= training_facts(state, facts, seconds)
         facts |= {
             "stage": stage.name,
@@ -180,10 +180,10 @@ def join_process_group(stage: Stage) -> PartialState:
 
 
 def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState) -> Path | None:
-    """Claim the checkpoints for this training and return the last complete one; rank 0 decides for all ranks.
+    """Claim the checkpoints for this training run and return the last complete one.
 
-    On a network file system, other ranks may still see an older listing. Raises UserError when the checkpoints
-    belong to another training.
+    Rank 0 decides for all ranks, because on a network file system the others may still see an older listing. Raises
+    UserError when the checkpoints belong to another training run.
     """
     choice: list[Path | None] = [None]
     if ranks.is_main_process:
@@ -198,7 +198,7 @@ def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState)
 def refuse_no_best(state: TrainerState, checkpoints: Path) -> None:
     """Raise UserError when the weights in memory are not those of the best evaluation.
 
-    Trainer itself keeps the last weights when the best checkpoint is gone or no loss was a number.
+    Trainer itself keeps the last weights when the best checkpoint is gone or every `eval_loss` was NaN.
     """
     if state.best_metric is None or not math.isfinite(state.best_metric):
         raise UserError(
@@ -213,7 +213,7 @@ def refuse_no_best(state: TrainerState, checkpoints: Path) -> None:
 
 
 def training_facts(state: TrainerState, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Steps, rows and tokens of the whole training, and their rates over `seconds` of training."""
+    """Return the steps, rows and tokens of all attempts, and their rates over `seconds` of training."""
     rows = state.global_step * facts["effective_batch_size"]
     return {
         "num_steps": state.global_step,
@@ -229,7 +229,7 @@ def training_facts(state: TrainerState, facts: dict[str, Any], seconds: float) -
 
 
 def split_history(log_history: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Trainer's log entries as the two lists of `training_history.json`."""
+    """Return Trainer's log entries as the two lists of `training_history.json`."""
     columns = {
         "train": ("step", "epoch", "loss", "learning_rate", "grad_norm", "mean_token_accuracy", "tokens_per_second",
                   "peak_memory_bytes", "gpu_utilisation_percent"),
@@ -249,7 +249,7 @@ def record_attempt(checkpoints: Path, from_step: int) -> None:
 
 
 def read_attempts(checkpoints: Path) -> list[int]:
-    """Return the first step of every attempt, 0 for a fresh start."""
+    """Return the step from which every attempt started, 0 for a fresh start."""
     return [json.loads(line)["from_step"] for line in (checkpoints / "attempts.jsonl").read_text().splitlines()]
 
 

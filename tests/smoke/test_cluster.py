@@ -89,7 +89,8 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
     assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
 
 
-@pytest.mark.parametrize("victim", ["worker-0", pytest.param("master-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["worker-0", "master-0"])
 def test_a_pod_that_dies_restarts_and_the_training_resumes(
     server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], victim: str
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_pod_that_dies_restarts_and_the_training_resumes(
     assert summary["resumed_from_steps"] and summary["num_steps"] == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_a_step_that_is_cancelled_during_training_leaves_nothing_behind(
     server: Server, prepared: Path, tmp_path: Path
 ) -> None:

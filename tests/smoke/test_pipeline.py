@@ -117,7 +117,7 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     for parameter, field in (("learning_rate=0.5", "learning_rate"), (f"data_source={other}", "data.source")):
         code, out, err = run(tmp_path, "--run-name", "first", "-p", parameter)
         assert code == 1
-        assert err.splitlines()[-1].startswith("failed: resolve: this run has trained with another "), err
+        assert err.splitlines()[-1].startswith("failed: resolve: this run was trained with other settings: "), err
         assert field in err and "choose another --run-name" in err and "report:" not in err
     assert fingerprint(directory) == before
 

@@ -162,6 +162,7 @@ def test_a_killed_rank_restarts_all_and_ends_with_the_same_weights(
     assert losses == pytest.approx({e["step"]: e["loss"] for e in expected}, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_call_goes_on(
     undisturbed: tuple[Run, str], prepared: Path, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:

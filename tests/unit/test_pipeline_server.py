@@ -55,7 +55,7 @@ def test_exactly_the_compiled_file_is_uploaded_and_started(server: Server) -> No
     ("parameter", "message"),
     [
         ("stages.0.trainer.warmup_step=10",
-         "error: stages.0.trainer.warmup_step is no argument of trl.SFTConfig, did you mean 'warmup_steps'?\n"),
+         "error: stages.0.trainer.warmup_step is not an argument of trl.SFTConfig, did you mean 'warmup_steps'?\n"),
         ("hardware.profile=B200", "error: hardware.profile 'B200' is not known; use auto or one of T4"),
     ],
 )  # fmt: skip

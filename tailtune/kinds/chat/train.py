@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on questions and answers, with TRL: by the tail where that is exact, else the whole model."""
+"""Supervised fine-tuning on questions and answers with TRL: tail training where it is exact, else the whole model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -97,12 +97,12 @@ class TailTrainer(Metered, TailLoop):
 class FullModelTrainer(Metered, SFTTrainer):
     """Runs the whole model in every step. Its evaluation loss is per label, like that of tail training.
 
-    Trainer's own is a mean over batches, in which several ranks count some rows twice to fill the last batches: by
-    that mean, another checkpoint could be the best.
+    Trainer's own loss is a mean over batches, and with several ranks some rows count twice to fill the last batches.
+    By that loss, a different checkpoint could be the best.
     """
 
     def get_eval_dataloader(self, eval_dataset: datasets.Dataset | None = None) -> DataLoader[Any]:
-        """Return whole batches on every rank, filled up with rows without labels, which weigh nothing."""
+        """Return a data loader with full batches on every rank, padded with rows without labels, which do not count."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if missing := -len(rows) % (self.args.eval_batch_size * self.args.world_size):
             row = rows[0] | {"labels": [IGNORED] * len(rows[0]["labels"])}
@@ -120,12 +120,12 @@ class FullModelTrainer(Metered, SFTTrainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
-        loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # a mean over none may be NaN
+        loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # the mean over no labels may be NaN
         self._evaluated += torch.stack([loss_sum, num_labels])
         return loss, logits, labels
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no card: TRL's knows neither the base model nor the data; the report does."""
+        """Write no model card: TRL's names neither the base model nor the data, but the report does."""
 
 
 def conversations(prompt: Prompt, rows: pa.Table) -> datasets.Dataset:
@@ -146,7 +146,7 @@ def count_truncated(
     """
     if max_length is None:
         return 0
-    if len(prepared) == rows.num_rows:  # otherwise TRL has dropped rows that have no answer left
+    if len(prepared) == rows.num_rows:  # otherwise TRL has dropped rows whose whole answer was cut off
         rows = rows.filter(pa.array([len(ids) == max_length for ids in prepared], pa.bool_()))
     count = 0
     for row in rows.to_pylist():
@@ -154,7 +154,8 @@ def count_truncated(
         count += len(question) + len(answer) > max_length
         if len(question) >= max_length:
             raise UserError(
-                f"a question of {len(question)} tokens leaves no room for its answer in max_length {max_length}",
+                f"a question with its system prompt has {len(question)} tokens, which leaves no room for its answer "
+                f"in max_length {max_length}",
                 "raise stages.0.trainer.max_length or shorten prompt.system",
             )
     return count
@@ -166,7 +167,7 @@ def log_plan(
     """Log what is about to run, in two to four lines."""
     log.info("train: %s", plan.describe())
     log.info(
-        "train: %s of %s parameters train (%.2f %%), %d ranks, %d rows, %d for validation",
+        "train: %s of %s parameters are trainable (%.2f %%), %d ranks, %d training rows, %d validation rows",
         f"{facts['num_trainable_parameters']:,}", f"{facts['num_parameters']:,}", 100 * facts["trainable_share"],
         world_size, facts["num_train_rows"], facts["num_validation_rows"],
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Packs the rows of a batch into one sequence without padding.
 
-A row consists of the *shared prefix*, with which most rows begin, and of its *own tokens*. A row with another beginning
-has own tokens only. The packed sequence holds the shared prefix once, then the own tokens of each row:
+A row consists of the *shared prefix*, with which most rows begin, and of its *own tokens*. A row that begins
+differently has only own tokens. The packed sequence holds the shared prefix once, then the own tokens of each row:
 
     shared prefix | own tokens of row 0 | own tokens of row 1 | …
 
@@ -32,9 +32,9 @@ to four columns; each attends to the shared prefix and to itself.
 
                      group 0        group 1
     prefix_length    0              3
-    keys             [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]    a row's last token is its padding
+    keys             [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]    padded with the row's last token
     queries          [[0, 1, 2]]    [[3, 4, 4, 4], [5, 6, 7, 8]]
-    columns          None           None                            every column is a query
+    columns          None           None                            all columns are computed
     slots            [0, 1, 2]      [0, 1, 4, 5, 6, 7]              slots 2 and 3 are row 0's padding
 
 In group 1, queries of shape [2, heads, 4, size] attend to keys of shape [2, key heads, 3 + 4, size]. The output has
@@ -79,13 +79,13 @@ import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 MAX_GROUPS = 4
-"""Maximum number of groups per prefix length when rows inherit tokens, because their numbers of queries then differ.
+"""Maximum number of groups per prefix length when rows inherit tokens. Rows are grouped by their number of queries.
 
-Without inherited tokens there is one group. More do not pay in training, where each group has its own forward and
-backward pass (BENCHMARKS.md).
+Without inherited tokens, there is one group per prefix length: in training, more groups do not pay off, because each
+one adds a forward and a backward pass of attention (BENCHMARKS.md).
 """
 MAX_MASK_ELEMENTS = 1 << 23
-"""Largest attention mask of a group that has one mask per row. A larger one is avoided (`_query_columns`)."""
+"""Largest attention mask, in elements, of a group with one mask per row. Larger ones are avoided (`_query_columns`)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Group:
     queries: torch.Tensor
     """[n, q] index of each query among the selected tokens (`Layout.query_index`); arbitrary in unused slots."""
     columns: torch.Tensor | None
-    """[n or 1, q] columns of the queries; None where every column is a query."""
+    """[n or 1, q] columns that are computed as queries; None if all columns are. Only those in `slots` are used."""
     slots: torch.Tensor
     """[m] query slots in use, as indices into the flattened [n * q] outputs."""
     masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
@@ -144,8 +144,8 @@ class Layout:
     prefix_memory: dict[torch.nn.Module, KeysAndValues] | None = field(default=None, repr=False)
     """Keys and values of the shared prefix for each attention module.
 
-    A layout of the prefix alone writes them, layouts without the prefix read them. Only the frozen layers are computed
-    this way (`cache.FrozenLayers`); in a training step the prefix is part of the sequence and this is None.
+    A layout that contains only the prefix writes them, and layouts without the prefix read them. Only the frozen layers
+    use this (`cache.FrozenLayers`); in a training step, the prefix is part of the sequence and this is None.
     """
     query_index: np.ndarray | None = None
     """[K] indices of the tokens that are queries and have an output; None for all tokens."""
@@ -158,7 +158,7 @@ class Layout:
 
     @cached_property
     def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
-        """The groups, and the permutation that sorts their concatenated outputs; None where they are sorted already."""
+        """The groups, and the permutation that sorts their concatenated outputs; None if these are sorted already."""
         device, output_index = self.positions.device, self._output_index()
         built = [_build_group(*members, output_index, device) for members in self._members(output_index)]
         outputs = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in built)])
@@ -167,7 +167,7 @@ class Layout:
         return tuple(group for group, _ in built), None if is_sorted else to_tensor(order, device)
 
     def _output_index(self) -> np.ndarray:
-        """[T] index of each token's output among all outputs; -1 for tokens that are no queries."""
+        """[T] index of each token's output among all outputs; -1 for tokens that are not queries."""
         if self.query_index is None:
             return np.arange(len(self.positions))
         output_index = np.full(len(self.positions), -1)
@@ -175,9 +175,10 @@ class Layout:
         return output_index
 
     def _members(self, output_index: np.ndarray) -> list[tuple[int, list[np.ndarray], np.ndarray]]:
-        """For each group: its prefix length, its rows' token indices, and their numbers of inherited tokens.
+        """Return, for each group, its prefix length, its rows' token indices, and their numbers of inherited tokens.
 
-        The shared prefix is a group with a single row. The rows are grouped by prefix length and by bucket.
+        The shared prefix is a group with a single row. The rows are grouped by prefix length and number of queries
+        (`_buckets`).
         """
         prefix = np.arange(self.prefix_length if self.includes_prefix else 0)
         has_queries = (output_index[prefix] >= 0).any()
@@ -190,7 +191,7 @@ class Layout:
         return members
 
     def _buckets(self, output_index: np.ndarray) -> np.ndarray:
-        """[n] 0 for rows without queries, otherwise 1 to MAX_GROUPS by the number of queries."""
+        """[n] bucket of each row by its number of queries: 0 for rows without queries, otherwise 1 to MAX_GROUPS."""
         num_queries = np.array(
             [
                 np.count_nonzero(output_index[indices[inherited:]] >= 0)
@@ -212,7 +213,7 @@ def lay_out(
     num_inherited: np.ndarray | None = None,
     prefix_memory: dict[torch.nn.Module, KeysAndValues] | None = None,
 ) -> Layout:
-    """Return the layout of a batch of n rows. The arguments are described at the fields of `Layout`."""
+    """Return the layout of a batch of n rows. See the fields of `Layout` for the arguments."""
     first = prefix_length if includes_prefix else 0
     num_inherited = np.zeros_like(lengths) if num_inherited is None else num_inherited
     num_new = lengths - num_inherited
@@ -268,13 +269,13 @@ def _build_group(
 
 
 def _query_columns(is_query: np.ndarray, prefix_length: int) -> np.ndarray:
-    """Choose the columns [n, q] that attention computes, from the columns [n, width] that have a query.
+    """Choose the columns [n, q] that attention computes. `is_query` [n, width] marks the columns that have a query.
 
-    Each row gets its own query columns first, padded with others to the largest number of queries in a row. All columns
+    The query columns of each row come first, padded with others to the largest number of queries in a row. All columns
     are computed instead where that is cheaper:
 
-    - without a prefix, where more than half of the columns have queries: plain causal attention needs no mask;
-    - where masks for single rows would have more than MAX_MASK_ELEMENTS: all columns need one mask for all rows.
+    - without a prefix, if a row has queries in more than half of the columns: plain causal attention needs no mask;
+    - if one mask per row would need more than MAX_MASK_ELEMENTS elements: all columns need only one mask for all rows.
     """
     num_rows, width = is_query.shape
     num_queries = is_query.sum(1).max()

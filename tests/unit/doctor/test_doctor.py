@@ -31,7 +31,7 @@ def invoke(*arguments: str) -> Result:
 def test_a_cluster_that_is_set_up_has_no_blocking_finding(server: Server) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
-    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is there",
+    for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is available",
                   "may create, follow and delete training jobs", "volume workspace-pvc",
                   "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
         assert words in result.output

@@ -41,7 +41,8 @@ def test_no_line_is_lost_or_repeated_when_streams_break_in_the_middle_of_a_line(
     assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40))
 
 
-@pytest.mark.parametrize("statuses", [[500, 503, 502], [429, 429], [0, 0]], ids=["5xx", "429", "reset"])
+@pytest.mark.parametrize("statuses", [[500, 503, 502], pytest.param([429, 429], marks=pytest.mark.slow),
+                                      pytest.param([0, 0], marks=pytest.mark.slow)], ids=["5xx", "429", "reset"])  # fmt: skip
 def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[int]) -> None:
     server.faults.statuses = list(statuses)  # for the first calls, including the creation
     timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and again later
@@ -133,7 +134,7 @@ def test_a_job_that_cannot_run_or_takes_too_long_is_deleted_and_explained(
     ("module", "message"),
     [
         ("raises", r"\(code\) in pod \S+-(master|worker)-0, Error: rank 1 failed first, .*disk is on fire"),
-        ("gpu", r"\(out of memory on the GPU\).*lower batch_size"),
+        pytest.param("gpu", r"\(out of memory on the GPU\).*lower batch_size", marks=pytest.mark.slow),
         ("user", r"^the data are no data; give data$"),
     ],
 )  # fmt: skip
@@ -173,7 +174,7 @@ def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
     wait_until(lambda: not server.jobs and all(p is None or p.poll() is not None for p in pods))
 
 
-@pytest.mark.parametrize("trouble", [503, 0], ids=["5xx", "reset"])
+@pytest.mark.parametrize("trouble", [503, pytest.param(0, marks=pytest.mark.slow)], ids=["5xx", "reset"])
 def test_a_step_that_is_cancelled_while_the_api_fails_does_not_wait_for_the_api(server: Server, trouble: int) -> None:
     process = start_job(server)
     before = len(server.requests)

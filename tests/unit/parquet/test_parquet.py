@@ -182,24 +182,24 @@ BAD_JSON_LINES: dict[str, tuple[bytes, str]] = {
         b'{"a": "x\x01y"}',
         "broken JSON (Invalid control character at character 9)",
     ),
-    "NUL in a text": (b'{"a": "x\x00y"}', "broken JSON"),
+    "NUL in a string": (b'{"a": "x\x00y"}', "broken JSON"),
     "NUL between objects": (b'{"a": "x"}\x00{"a": "y"}', "broken JSON (Extra data at character 11)"),
     "NUL line": (b"\x00\x00", "broken JSON"),
     "a number": (b"5", "not a JSON object but a number"),
-    "a text": (b'"x"', "not a JSON object but a text"),
+    "a string": (b'"x"', "not a JSON object but a string"),
     "a list": (b'[{"a": "x"}]', "not a JSON object but a list"),
     "null": (b"null", "not a JSON object but null"),
     "missing": (b'{"b": "x"}', "column 'a' is missing"),
     "no columns": (b"{}", "column 'a' is missing"),
-    "null value": (b'{"a": null}', "column 'a' is null, not a text"),
+    "null value": (b'{"a": null}', "column 'a' is null, not text"),
     "empty": (b'{"a": ""}', "column 'a' is empty"),
     "blank": (b'{"a": " \\n\\u3000"}', "column 'a' is empty"),
-    "boolean": (b'{"a": true}', "column 'a' is a boolean, not a text"),
-    "list value": (b'{"a": ["x"]}', "column 'a' is a list, not a text"),
-    "object value": (b'{"a": {"a": "x"}}', "column 'a' is an object, not a text"),
-    "NaN": (b'{"a": NaN}', "column 'a' is not a number (NaN), not a text"),
-    "key twice": (b'{"a": "x", "a": "y"}', "column 'a' appears twice"),
-    "lone surrogate": (b'{"a": "\\ud800"}', "column 'a' holds a lone surrogate, which is no valid Unicode"),
+    "boolean": (b'{"a": true}', "column 'a' is a boolean, not text"),
+    "list value": (b'{"a": ["x"]}', "column 'a' is a list, not text"),
+    "object value": (b'{"a": {"a": "x"}}', "column 'a' is an object, not text"),
+    "NaN": (b'{"a": NaN}', "column 'a' is NaN or Infinity, not text"),
+    "key twice": (b'{"a": "x", "a": "y"}', "column 'a' appears more than once"),
+    "lone surrogate": (b'{"a": "\\ud800"}', "column 'a' contains a lone surrogate, which is not valid Unicode"),
     "invalid UTF-8": (b'{"a": "caf\xe9"}', "invalid UTF-8 (byte 11)"),
     "invalid UTF-8 elsewhere": (b'{"a": "x", "b": "\xff"}', "invalid UTF-8 (byte 18)"),
     "deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON nested too deeply"),
@@ -261,8 +261,8 @@ def test_array_of_scalars(tmp_path: Path) -> None:
         ('[{"a": "x"}]\n\n[{"a": "y"}]', "line 3: text follows the end"),
         ('[{"a": "x"}] ]', "line 1: text follows the end"),
         ('[{"a": "x"}]\\', "line 1: text follows the end"),
-        ("[]", "holds no rows"),
-        ("[ , ]", "holds no rows"),
+        ("[]", "contains no rows"),
+        ("[ , ]", "contains no rows"),
     ],
 )
 def test_array_that_is_broken_as_a_whole(tmp_path: Path, content: str, message: str) -> None:
@@ -477,7 +477,7 @@ def test_max_rows_counts_the_same_in_any_block_size(
 @pytest.mark.parametrize("content", [b"", b" \n\t\n\r\n", b"\xef\xbb\xbf"], ids=["empty", "blank", "BOM"])
 def test_file_without_rows_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
     data = data_of({"text": "{text}"})
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="contains no rows"):
         convert(tmp_path, name, COMPRESSED[Path(name).suffix if name.count(".") > 1 else ""](content), data)
     assert not (tmp_path / "out").exists()
 
