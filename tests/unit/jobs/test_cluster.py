@@ -41,8 +41,11 @@ def test_no_line_is_lost_or_repeated_when_streams_break_in_the_middle_of_a_line(
     assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40))
 
 
-@pytest.mark.parametrize("statuses", [[500, 503, 502], pytest.param([429, 429], marks=pytest.mark.slow),
-                                      pytest.param([0, 0], marks=pytest.mark.slow)], ids=["5xx", "429", "reset"])  # fmt: skip
+@pytest.mark.parametrize("statuses", [
+    pytest.param([500, 503, 502], id="5xx"),
+    pytest.param([429, 429], id="429", marks=pytest.mark.slow),
+    pytest.param([0, 0], id="reset", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[int]) -> None:
     server.faults.statuses = list(statuses)  # for the first calls, including the creation
     timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and again later

@@ -50,7 +50,8 @@ def test_a_job_succeeds_at_the_first_or_second_attempt(job: Job, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("job", "message"),
-    [("raises", "the disk is on fire"), pytest.param("exits", "rank 1 failed first, exit status 7", marks=pytest.mark.slow),
+    [("raises", "the disk is on fire"),
+     pytest.param("exits", "rank 1 failed first, exit status 7", marks=pytest.mark.slow),
      ("killed", r"rank 0 failed first, exit status -9 \(SIGKILL\)")],
     indirect=["job"],
 )  # fmt: skip
