@@ -176,11 +176,12 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
     source = recipe.data.source
     if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
         raise UserError(
-            f"data source {source} is no file", "give -p data_source= a file's path, an address, or embedded"
+            f"data source {source} is not a file", "give -p data_source= a file's path, an address, or embedded"
         )
     model = recipe.model.base_model
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise UserError(f"base model {model} is no directory", "give -p base_model= a directory, OWNER/NAME, or small")
+        remedy = "give -p base_model= a directory, OWNER/NAME, or small"
+        raise UserError(f"base model {model} is not a directory", remedy)
     return recipe
 
 

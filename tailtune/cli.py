@@ -119,7 +119,7 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
     from tailtune.gate import judge, verdict_lines
 
     if not evaluation.is_file():
-        raise UserError(f"{evaluation} is no file", "give the evaluation.json of a run")
+        raise UserError(f"{evaluation} is not a file", "give the evaluation.json of a run")
     try:
         document = read_json(evaluation)
     except UnicodeDecodeError:

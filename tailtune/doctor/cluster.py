@@ -88,9 +88,9 @@ def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
     except OSError as error:  # the base class of requests' errors; also raised for a missing file of certificates
         yield Finding(check, WARNING, f"{address} does not answer: {type(error).__name__}", f"curl -v {address}")
     except (InvalidVersion, AttributeError):
-        yield Finding(check, OK, f"{address}; it does not report its version, needed is {OLDEST_SERVER} or newer")
+        yield Finding(check, OK, f"{address}; it does not report its version; {OLDEST_SERVER} or newer is needed")
     else:
-        message = f"{address}, version {version}, needed is {OLDEST_SERVER} or newer"
+        message = f"{address}, version {version}; {OLDEST_SERVER} or newer is needed"
         yield (
             Finding(check, BLOCKS, message, "update OpenShift AI to 3.0 or newer")
             if too_old
@@ -110,7 +110,7 @@ def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Findin
     missing = {kind.KIND: [f"{verb} {kind.PLURAL}" for verb in VERBS
                            if not cluster.may(verb, kind.GROUP, kind.PLURAL, user)] for kind in installed}  # fmt: skip
     kind = next((kind for kind in installed if not missing[kind.KIND]), installed[0])
-    yield Finding("training job", OK, f"{kind.KIND} is there")
+    yield Finding("training job", OK, f"{kind.KIND} is available")
     refused = missing[kind.KIND] + [
         f"{verb} {resource}"
         for verb, resource in (("list", "pods"), ("get", "pods/log"))
@@ -147,7 +147,7 @@ def _runtime(cluster: KubernetesClient, recipe: Recipe) -> Finding:
                        "enable the component trainer: oc edit datasciencecluster")  # fmt: skip
     if isinstance(runtime, int):
         return _unread("runtime", runtime, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
-    return Finding("runtime", OK, f"{name} is there")
+    return Finding("runtime", OK, f"{name} is available")
 
 
 def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
@@ -195,7 +195,7 @@ def _queue(cluster: KubernetesClient, recipe: Recipe, groups: Sequence[client.V1
     elif isinstance(queue, int):
         yield _unread(f"queue {name}", queue, "oc get localqueue; then -p queue=NAME")
     else:
-        yield Finding(f"queue {name}", OK, "the LocalQueue is there")
+        yield Finding(f"queue {name}", OK, "the LocalQueue is available")
 
 
 def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:

@@ -267,7 +267,7 @@ def _s3_arguments() -> dict[str, Any]:
     """Return the arguments of S3FileSystem; botocore finds missing ones by its own rules (variables, roles)."""
     secret = os.environ.get("TAILTUNE_S3_SECRET_DIR")
     if secret and not Path(secret).is_dir():
-        raise UserError(f"TAILTUNE_S3_SECRET_DIR is {secret}, which is no directory", "mount the secret there")
+        raise UserError(f"TAILTUNE_S3_SECRET_DIR is {secret}, which is not a directory", "mount the secret there")
 
     def mounted(name: str) -> str | None:
         file = Path(secret or "", name)

@@ -5,6 +5,7 @@ A recipe is a YAML file. Its values are overridden by its own `local:` overlay (
 example `stages.0.trainer.learning_rate`; `PARAMETERS` has short names for the common ones.
 """
 
+import copy
 import json
 import os
 import re
@@ -146,7 +147,7 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
         return recipe
     raw = recipe.model_dump(mode="json")
     for key, value in overrides.items():
-        _set(raw, key, value)
+        _set(raw, key, copy.deepcopy(value))  # a later key may be inside it
     return _validate(raw, source="with " + ", ".join(overrides))
 
 

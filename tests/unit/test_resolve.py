@@ -76,7 +76,7 @@ def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> N
         ({"learning_rate": 0.5}, "learning_rate"),
         ({"data_source": "s3://b/other.csv"}, "source"),
     ):
-        with pytest.raises(UserError, match=rf"has trained with another .*{field}.*choose another --run-name"):
+        with pytest.raises(UserError, match=rf"was trained with other settings: .*{field}.*choose another --run-name"):
             resolve(tmp_path, **overrides)
     assert run.run_path.read_bytes() == before
     resolve(tmp_path, **{"generation.max_new_tokens": 9})

@@ -158,7 +158,7 @@ def test_a_cluster_with_only_trainjob_is_enough(server: Server) -> None:
     server.install_trainer(only=True)
     result = invoke()
     assert result.exit_code == 0, result.output
-    assert "TrainJob is there" in result.output and "torch-distributed is there" in result.output
+    assert "TrainJob is available" in result.output and "torch-distributed is available" in result.output
 
 
 def test_the_runners_permissions_are_checked_if_the_account_is_allowed_to_ask(server: Server) -> None:
@@ -170,7 +170,7 @@ def test_the_runners_permissions_are_checked_if_the_account_is_allowed_to_ask(se
 
 @pytest.mark.parametrize(
     ("version", "blocks", "words"),
-    [("2.16.1", False, "version 2.16.1, needed is 2.14.3 or newer"), ("2.5.0", True, "version 2.5.0"),
+    [("2.16.1", False, "version 2.16.1; 2.14.3 or newer is needed"), ("2.5.0", True, "version 2.5.0"),
      ("", False, "it does not report its version")],
 )  # fmt: skip
 def test_the_pipeline_server_must_read_the_compiled_files(

@@ -710,7 +710,7 @@ def test_s3_is_resumed(s3: str, target: Path, monkeypatch: pytest.MonkeyPatch) -
         pytest.param(
             "bucket/folder/data.jsonl",
             {"TAILTUNE_S3_SECRET_DIR": "/nowhere"},
-            "TAILTUNE_S3_SECRET_DIR is /nowhere, which is no directory",
+            "TAILTUNE_S3_SECRET_DIR is /nowhere, which is not a directory",
             id="no-secret",
         ),
     ],

@@ -196,3 +196,10 @@ def test_paths_are_relative_to_the_recipe_file(tmp_path: Path) -> None:
     assert recipe.data.source == str(folder / "rows.csv")
     assert recipe.model.base_model == str(tmp_path / "model")
     assert recipe.local == {"data_source": str(folder / "samples/few.jsonl"), "prompt.system": "./not/a/path"}
+
+
+def test_overrides_do_not_change_the_callers_values() -> None:
+    small = load_recipe("survival").model.model_dump()["small"]
+    overrides = {"model.small": small, "model.small.model_type": "llama"}
+    assert with_overrides(load_recipe("survival"), overrides).model.small.model_type == "llama"
+    assert small["model_type"] == "smollm3"
