@@ -23,7 +23,7 @@ from tailtune.manifest import publish
 from tailtune.recipe.schema import Recipe, SmallModel
 
 SEQUENCE_LENGTH = 128
-BATCH_SIZE = 16
+BATCH_SIZE = 8
 WARMUP_STEPS = 20
 MAX_TOKENIZER_ROWS = 200_000  # more do not improve BPE, and counting their words takes minutes
 NOTE = (
