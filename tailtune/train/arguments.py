@@ -155,13 +155,10 @@ def _check_reporters(trainer: dict[str, Any], where: str) -> None:
     from transformers.integrations import integration_utils
 
     value = trainer.get("report_to") or []
-    available = {
-        *integration_utils.get_available_reporting_integrations(),
-        "flyte",
-    }  # asks flytekit only when it reports
-    if "mlflow" in available:
-        available.add("azure_ml")  # the same package
-    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"} - {"flyte"})  # no package of its own
+    available = {*integration_utils.get_available_reporting_integrations()}
+    available |= {"azure_ml"} if "mlflow" in available else set()  # the same package, of which Transformers lists one
+    available |= {"flyte"} if integration_utils.is_flytekit_available() else set()  # Transformers does not list it
+    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK, "none", "all"})
     for name in [value] if isinstance(value, str) else value:
         if name not in known:
             remedy = f"use one of {', '.join(known)}"

@@ -276,7 +276,7 @@ def test_a_reporter_that_cannot_report_is_refused(report_to: object, message: st
         check_trainer_arguments(tiny_recipe(**{"stages.0.trainer.report_to": report_to}))
 
 
-@pytest.mark.parametrize("report_to", ["none", "tensorboard", ["tensorboard"], []])
+@pytest.mark.parametrize("report_to", [None, "none", "tensorboard", ["tensorboard"], []])
 def test_a_reporter_that_is_there_is_accepted(report_to: object) -> None:
     check_trainer_arguments(tiny_recipe(**{"stages.0.trainer.report_to": report_to}))
 

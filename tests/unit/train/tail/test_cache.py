@@ -96,7 +96,11 @@ def test_another_ranks_shard_may_appear_late(
     filled.load("disk")
     shard.unlink()
     monkeypatch.setattr(cache, "SECONDS_TO_APPEAR", 0.0)
-    with pytest.raises(UserError, match=r"written by another rank .* set --hidden-state-cache-dir"):
+    with pytest.raises(
+        UserError,
+        match="written by another rank and is not seen by this one; set "
+        "--hidden-state-cache-dir to a directory that all ranks share",
+    ):
         make_cache().load("disk")
 
 
