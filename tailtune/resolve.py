@@ -6,6 +6,7 @@ from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.files import free_bytes, write_json
+from tailtune.imports import uncollected
 from tailtune.log import log
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import Recipe, without_secrets
@@ -65,8 +66,9 @@ def check_run_name(name: str, parameter: str) -> None:
 
 def check_recipe(recipe: Recipe) -> None:
     """Check what the schema cannot: trainer arguments and hardware profile. Imports torch and TRL. Raises UserError."""
-    from tailtune.train.arguments import check_trainer_arguments
-    from tailtune.train.hardware import find_profile
+    with uncollected():
+        from tailtune.train.arguments import check_trainer_arguments
+        from tailtune.train.hardware import find_profile
 
-    check_trainer_arguments(recipe)
+        check_trainer_arguments(recipe)  # imports TRL
     find_profile("cpu", recipe.hardware.profile)

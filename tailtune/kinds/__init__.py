@@ -10,15 +10,21 @@ Nothing else imports a kind by its name, apart from the recipe's schema. Each fo
 No file of a kind imports `tailtune.recipe`: functions take the settings that they need.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
 
+from tailtune.imports import uncollected
 from tailtune.metrics import MetricTable
 
 
 def kind_module(kind: str, name: str) -> Any:
     """The module `name` of a kind: `kind_module("chat", "evaluate")`."""
-    return import_module(f"{__name__}.{kind}.{name}")
+    full_name = f"{__name__}.{kind}.{name}"
+    if full_name in sys.modules:
+        return sys.modules[full_name]
+    with uncollected():
+        return import_module(full_name)
 
 
 def metric_table(kind: str) -> MetricTable:

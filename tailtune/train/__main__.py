@@ -15,10 +15,9 @@ import click
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers would report their use
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from tailtune.errors import UserError
 from tailtune.files import write_json
+from tailtune.imports import uncollected
 from tailtune.log import configure, log
 from tailtune.recipe.load import load_recipe, parse_parameters, with_environment, with_overrides
 from tailtune.run import DATA_FILE
@@ -48,8 +47,6 @@ def main(
     """Train one stage of a recipe. Start it with torchrun, one process per GPU."""
     configure()
     try:
-        from tailtune.train.run import Paths, leave_process_group, train
-
         resolved = with_environment(with_overrides(load_recipe(recipe), parse_parameters(parameters)), os.environ)
         names = [stage.name for stage in resolved.stages]
         if stage_name and stage_name not in names:
@@ -61,7 +58,9 @@ def main(
         output = Path(os.environ.get("OUTPUT_DIR") or output_dir)
         cache = os.environ.get("HIDDEN_STATE_CACHE_DIR") or hidden_state_cache_dir or output / "hidden_state_cache"
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
-        kind = importlib.import_module(f"tailtune.kinds.{stage.kind}.train")
+        with uncollected():
+            kind = importlib.import_module(f"tailtune.kinds.{stage.kind}.train")
+            from tailtune.train.run import Paths, leave_process_group, train
         status = train(resolved, stage, Paths(data, model_dir, output, Path(cache)), kind.make_trainer)
         leave_process_group()
     except UserError as error:
@@ -81,4 +80,6 @@ def report(error: UserError) -> None:
 
 
 if __name__ == "__main__":
+    with uncollected():
+        from torch.distributed.elastic.multiprocessing.errors import record
     record(main)(standalone_mode=True)

@@ -1,5 +1,6 @@
 """Fixtures for tests of the launcher: a cluster, and what the launcher prints."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,13 +10,18 @@ from launchers import MODULES
 
 from tailtune.jobs import follow as launcher
 
+LIGHT_TORCHRUN = Path(__file__).resolve().parents[1] / "light_torchrun"
+
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A cluster. In `make test`, only tests with the mark `torchrun` run torch's own in the pods."""
     for name, source in MODULES.items():
         (tmp_path / f"pod_{name}.py").write_text(source)
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.2)
-    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path), MARK=str(tmp_path / "mark")) as running:
+    light = "not slow" in request.config.option.markexpr and not request.node.get_closest_marker("torchrun")
+    path = os.pathsep.join([*([str(LIGHT_TORCHRUN)] if light else []), str(tmp_path)])
+    with cluster(tmp_path / "server", PYTHONPATH=path, MARK=str(tmp_path / "mark")) as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         yield running
 

@@ -25,6 +25,7 @@ from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
 
 
+@pytest.mark.torchrun
 def test_the_lines_of_all_ranks_arrive_once_and_in_order(server: Server, shown: Callable[[], str]) -> None:
     run(make_job("lines"))
     err = shown()
@@ -133,6 +134,7 @@ def test_a_job_that_cannot_run_or_takes_too_long_is_deleted_and_explained(
     wait_until(lambda: not server.jobs)
 
 
+@pytest.mark.torchrun
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -154,6 +156,7 @@ def test_a_container_that_runs_out_of_memory_is_explained(server: Server) -> Non
         run(make_job("long"))
 
 
+@pytest.mark.torchrun
 def test_a_killed_pod_restarts_and_so_do_the_ranks_of_the_others(server: Server) -> None:
     server.faults.kill_pods = ["worker-0"]
     run(make_job("once", max_restarts=2))
@@ -168,6 +171,7 @@ def test_a_job_that_someone_deletes_is_a_failure(server: Server) -> None:
     timer.join()
 
 
+@pytest.mark.torchrun
 def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
     process = start_job(server)
     pods = [p.process for pods in server.pods.values() for p in pods]
@@ -242,6 +246,7 @@ def test_a_retried_step_adopts_the_running_job(server: Server, tmp_path: Path, s
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1
 
 
+@pytest.mark.torchrun
 def test_a_failed_job_of_an_earlier_attempt_is_replaced(
     server: Server, tmp_path: Path, shown: Callable[[], str]
 ) -> None:

@@ -72,6 +72,7 @@ def trainer(server: Server) -> Server:
     return server
 
 
+@pytest.mark.torchrun
 def test_a_job_runs_on_two_nodes_after_its_admission(trainer: Server, shown: Callable[[], str]) -> None:
     trainer.faults.suspended.set()
     states = []
@@ -99,6 +100,7 @@ def test_a_job_runs_on_two_nodes_after_its_admission(trainer: Server, shown: Cal
     TrainerV1alpha1TrainJob.from_dict(job)
 
 
+@pytest.mark.torchrun
 def test_a_failed_job_is_explained_after_its_pods_were_deleted(trainer: Server) -> None:
     trainer.trainer.backoff_limit = 1
     with pytest.raises(JobFailed, match=r"\(code\) in pod \S+-node-0-[01]-\w+, Error: rank 1 failed first, .*on fire"):
