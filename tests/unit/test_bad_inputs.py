@@ -493,7 +493,7 @@ COMMANDS: list[Row] = [
     ("evaluate other data", after(table(question=["a"]), tailtune_command(*EVALUATE, "TMP")), 1,
      "error: TMP/data.parquet has no column 'full-question', it has question; give the data of a run of this recipe"),
     ("evaluate on one row", after(table(**{"full-question": ["a"], "answer": ["b"]}),
-                                  tailtune_command(*EVALUATE, "TMP")), 1, "part of 1 rows is empty"),
+                                  tailtune_command(*EVALUATE, "TMP")), 1, "splitting 1 rows by "),
     ("gate a missing file", tailtune_command("gate", "TMP/no.json", "--recipe", "survival"), 1,
      "error: TMP/no.json is not a file; give the evaluation.json of a run"),
     ("gate a file without metrics", gate({"loss": 1}), 1,
