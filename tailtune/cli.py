@@ -115,7 +115,7 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
 @parameter_option
 @_one_line_errors
 def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
-    """Judge an EVALUATION (JSON file with `metrics`) by a recipe's rules; exit status 1 when it fails."""
+    """Judge an EVALUATION (JSON file with `metrics`) against a recipe's rules; exit status 1 when it fails."""
     from tailtune.gate import judge, verdict_lines
 
     if not evaluation.is_file():
@@ -174,9 +174,9 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
 @dry_run_option
 @_one_line_errors
 def gc(namespace: str | None, dry_run: bool) -> None:
-    """Delete orphaned training jobs: those that no pipeline step waits for.
+    """Delete orphaned training jobs: those that no pipeline step is waiting for.
 
-    A step between two attempts does not wait either; its next attempt recreates the job and resumes.
+    A step between two attempts is not waiting either; its next attempt recreates the job and resumes.
     """
     from tailtune.jobs import cleanup
     from tailtune.jobs.kubernetes import KubernetesClient

@@ -83,4 +83,4 @@ def _log_headline(table: MetricTable, metrics: dict[str, float], num_rows: int) 
     unit = f"{table.headline.unit}, " if table.headline.unit else ""
     log.info("evaluate: %s %s (%s%d validation rows)", table.headline.name.replace("_", " "), values, unit, num_rows)
     if num_rows < FEW_ROWS:
-        log.warning("evaluate: %d validation rows are few: these figures may be due to chance", num_rows)
+        log.warning("evaluate: only %d validation rows: differences may be due to chance", num_rows)

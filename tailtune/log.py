@@ -33,7 +33,7 @@ def configure() -> None:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Frame one step of the pipeline: log its duration, and end a UserError with one line and exit status 1.
+    """Run one step of the pipeline: log its duration; on a UserError, report it in one line and exit with status 1.
 
     Raises SystemExit rather than the UserError itself, because a step's log in the dashboard should end with the line
     that helps, not with KFP's frames.

@@ -10,7 +10,7 @@ from typing import Literal
 
 SIDES = ("base", "tuned")
 FEW_ROWS = 30
-"""With fewer validation rows, differences may be chance; the log and the report say so."""
+"""With fewer validation rows, differences may be due to chance; the log and the report say so."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def check_run_name(name: str, parameter: str) -> None:
     """Raise UserError unless the name can be a directory's name. `parameter` is what the user calls it."""
     if not RUN_NAME.fullmatch(name):
         raise UserError(
-            f"{parameter} '{name}': use letters, digits, '-', '_' and '.', at most 100, and no '-' or '.' in front"
+            f"{parameter} '{name}': use letters, digits, '-', '_' and '.', at most 100, not starting with '-' or '.'"
         )
 
 

@@ -122,7 +122,7 @@ class Run(Config):
             field = ".".join(str(part) for part in first["loc"]) or "run"
             if all(problem["loc"][:1] == ("recipe",) for problem in error.errors()):  # valid when it was written
                 raise UserError(
-                    f"this run was made by an earlier version of tailtune, with another form of {field}",
+                    f"this run was made by an earlier version of tailtune, in which {field} had a different form",
                     "choose another --run-name, or check out that version",
                 ) from None
             problem = f"this is not the output of the resolve step: {field}: {first['msg']}"

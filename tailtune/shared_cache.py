@@ -14,7 +14,7 @@ from typing import Any
 from tailtune.files import sha256_json, write_json
 
 KEEP_SECONDS = 7 * 24 * 3600
-"""An entry that no run has used for so long is deleted by the next run that uses one."""
+"""An entry that no run has used for this long is deleted by the next run that uses one."""
 
 
 def entry_directory(root: Path, key: Mapping[str, Any]) -> Path:
@@ -30,7 +30,7 @@ def use_entry(root: Path, key: Mapping[str, Any]) -> Path:
     for other in root.glob("*/"):
         with suppress(FileNotFoundError):  # another run deletes it at the same time
             age_seconds = time.time() - other.stat().st_mtime
-            # key.json: a root that a user chose may contain directories that are no entries
+            # key.json: a root that a user chose may contain directories that are not entries
             if other != directory and (other / "key.json").is_file() and age_seconds > KEEP_SECONDS:
                 shutil.rmtree(other, ignore_errors=True)
     return directory

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 143
-"""Exit status of a training that a signal stopped: 128 + SIGTERM. It is not 0, so that a restart policy restarts it."""
+"""Exit status of a training run stopped by a signal: 128 + SIGTERM. Not 0, so that a restart policy restarts it."""
 
 
 @contextmanager

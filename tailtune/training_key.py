@@ -1,4 +1,4 @@
-"""What a training depends on: the key that decides whether a model is finished and a checkpoint may be resumed."""
+"""What a training run depends on: the key that decides whether a model is finished and a checkpoint may be resumed."""
 
 import json
 from pathlib import Path

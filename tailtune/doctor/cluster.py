@@ -62,7 +62,10 @@ def find_pipeline_server(cluster: KubernetesClient) -> str | None:
 
 
 def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
-    """Check that the project has a server, and that it reads the compiled files. A step of a run has its server."""
+    """Check that the project has a server, and that it is new enough for the compiled files.
+
+    Inside a run, which has a server, an account that is not allowed to look for it is not a finding.
+    """
     check = "pipeline server"
     try:
         address = find_pipeline_server(cluster)
@@ -122,7 +125,7 @@ def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Findin
     else:
         fix = f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
         if kind is trainjob:
-            fix = "take the comment signs off components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
+            fix = "uncomment components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
         yield Finding(check, BLOCKS, f"is not allowed to {', '.join(refused)} in {cluster.namespace}", fix)
     if kind is trainjob:
         yield _runtime(cluster, recipe)
@@ -171,7 +174,7 @@ def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
             message = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
             yield Finding(check, BLOCKS, message, "give it a class with ReadWriteMany in deploy/")
         elif "ReadWriteMany" not in modes:
-            message = f"is {', '.join(modes)}: steps and training wait forever when they come to different nodes"
+            message = f"is {', '.join(modes)}: steps and training wait forever if they are scheduled on different nodes"
             yield Finding(check, WARNING, message, "give it a class with ReadWriteMany in deploy/, or pin both to one "
                                                    "node with -p resources.node_selector=")  # fmt: skip
         else:
@@ -251,24 +254,24 @@ def _secrets(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
         secret = _read(cluster, cluster.core.read_namespaced_secret, name)
         if secret == 404:
             yield Finding(
-                check, WARNING if needed else OK, f"not there; needed for {purpose}", create if needed else ""
+                check, WARNING if needed else OK, f"not found; needed for {purpose}", create if needed else ""
             )
         elif isinstance(secret, int):
             yield _unread(check, secret, create)
         elif key not in (secret.data or {}):
             yield Finding(check, WARNING, f"has no key {key}, so it is of no use for {purpose}", create)
         else:
-            yield Finding(check, OK, f"there, with {key}")
+            yield Finding(check, OK, f"found, with key {key}")
 
 
 def _images(cluster: KubernetesClient, images: Sequence[str]) -> Iterator[Finding]:
-    """Check the images in the cluster's own registry. Others are only known when a pod pulls them."""
+    """Check the images in the cluster's own registry. Others cannot be checked before a pod pulls them."""
     for image in images:
         path = image.removeprefix(INTERNAL_REGISTRY)
         namespace, _, name = path.partition("/")
         check = f"image {name.partition(':')[0].rpartition('/')[2]}"
         if path == image or "/" in name or "@" in name or ":" not in name:
-            yield Finding(check, OK, f"{image}: not checked, only names with a tag in the cluster's own registry are")
+            yield Finding(check, OK, f"{image}: not checked; only tagged images in the cluster's own registry can be")
             continue
         tag = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
             "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip

@@ -20,7 +20,7 @@ def examine(
 
 
 def refuse_blocked(recipe: Recipe, images: Sequence[str] = ()) -> None:
-    """Log what is not in order on the cluster. Raises UserError when something would stop the run.
+    """Log every problem found on the cluster. Raises UserError when something would stop the run.
 
     For the first step of a run: it leaves out its own pod, and retries as long as the steps that follow.
     """

@@ -64,7 +64,7 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, ke
     if local:
         key |= {"bytes": local.stat().st_size, "mtime_ns": local.stat().st_mtime_ns}
     if manifest := read_manifest(directory, key):
-        log.info("fetch: %s is here already: %s", shown, directory)
+        log.info("fetch: %s is already here: %s", shown, directory)
         return _fetched(directory, manifest["facts"], reused=True)
     facts: dict[str, Any] = {"source": shown}
     with transfer.complete_or_absent(directory, key, facts, shown, hub_endpoint()) as (partial_dir, hashes):
@@ -73,7 +73,7 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, ke
         if earlier and earlier["facts"]["sha256"] != facts["sha256"]:
             transfer.empty(partial_dir)
             raise UserError(
-                f"{shown} is another file than the one that this run has trained on",
+                f"{shown} differs from the file that this run was trained on",
                 f"choose another --run-name, restore it (sha256 {earlier['facts']['sha256']}), or delete the run's "
                 "models directory",
             )
@@ -131,7 +131,7 @@ def _hub_origin(source: str, endpoint: str) -> Origin:
     except hub_errors.HfUriError as error:
         raise UserError(f"{error.args[0].strip()} Write hf://datasets/OWNER/NAME[@revision][/file]") from None
     if uri.type != "dataset":
-        raise UserError(f"{source} is no dataset", "write hf://datasets/OWNER/NAME[@revision][/file]")
+        raise UserError(f"{source} is not a dataset", "write hf://datasets/OWNER/NAME[@revision][/file]")
     api = hub.HfApi(endpoint=endpoint)
     info = query_hub(api.dataset_info, uri.id, revision=uri.revision, files_metadata=True)
     log.info("fetch: %s: %s is commit %s", source, uri.revision or "main", info.sha)
@@ -151,10 +151,10 @@ def _only_data_file(names: list[str], source: str) -> str:
     if len(data_files) == 1:
         return data_files[0]
     if not data_files:
-        raise UserError(f"{source} holds no .json, .jsonl, .csv, .txt or .parquet file", "append the file's name")
+        raise UserError(f"{source} contains no .json, .jsonl, .csv, .txt or .parquet file", "append the file's name")
     listed = ", ".join(data_files[:10]) + (", …" if len(data_files) > 10 else "")
     raise UserError(
-        f"{source} holds {len(data_files)} data files ({listed})",
+        f"{source} contains {len(data_files)} data files ({listed})",
         f"append one to the source, for example {source.rstrip('/')}/{data_files[0]}",
     )
 

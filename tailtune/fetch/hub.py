@@ -1,6 +1,6 @@
 """Query the Hugging Face hub, or the mirror that HF_ENDPOINT names, for commits and lists of files.
 
-A query is short: it gets a timeout of its own and is given up much sooner than a transfer.
+A query is short: it gets a timeout of its own and is abandoned much sooner than a transfer.
 """
 
 import os

@@ -64,7 +64,7 @@ def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_
         "seed": recipe.seed,
     }
     if read_manifest(directory, key):
-        log.info("model: small %s is built already", small.model_type)
+        log.info("model: small %s is already built", small.model_type)
         return directory
     if cache_dir and _copy_from_cache(cache_dir, key, directory):
         log.info("model: small %s was built by an earlier run: copied", small.model_type)
@@ -75,7 +75,7 @@ def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_
     build_small_model(recipe, small, train, key, directory)
     if cache_dir:
         with _cache_errors_logged():
-            # Every build has a name of its own, so two runs that build the same model at once do not meet.
+            # Every build has a name of its own, so two runs that build the same model at once do not collide.
             _copy_published(directory, use_entry(cache_dir, key) / uuid.uuid4().hex)
     return directory
 
@@ -139,7 +139,7 @@ def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
     key = {"model": name, "revision": revision}
     shown = f"model {name}"
     if read_manifest(directory, key):
-        log.info("fetch: %s is here already: %s", shown, directory)
+        log.info("fetch: %s is already here: %s", shown, directory)
         return directory
     facts: dict[str, Any] = {"source": f"hf://{name}"}
     endpoint = hub_endpoint()
@@ -195,5 +195,6 @@ def _check_hashes(partial_dir: Path, files: list[Any], shown: str) -> dict[str, 
     for file in files:
         if file.lfs and hashes[file.rfilename] != file.lfs.sha256:
             transfer.empty(partial_dir)
-            raise UserError(f"{shown}: {file.rfilename} has another sha256 than the hub says", "run again")
+            problem = f"{shown}: {file.rfilename} has a different sha256 from the one that the hub lists"
+            raise UserError(problem, "run again")
     return hashes

@@ -77,7 +77,7 @@ def train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizerF
 def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     if small.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
-            f"model.small.model_type '{small.model_type}' is no causal architecture of Transformers",
+            f"model.small.model_type '{small.model_type}' is not a causal-LM architecture in Transformers",
             "use for example smollm3, llama or gpt_neox",
         )
     config = AutoConfig.for_model(

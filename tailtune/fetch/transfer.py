@@ -32,7 +32,7 @@ from tailtune.retry import TEMPORARY_STATUSES, retry
 
 ATTEMPTS = 5
 RETRY_WAIT_SECONDS = 2.0
-"""Upper limit of the wait after the first attempt; it doubles. The wait is random, half of the limit on average."""
+"""Maximum wait after the first attempt, doubled after each further one. Waits are random, half of it on average."""
 PROGRESS_SECONDS = 10.0
 
 STATE = ".fetch.json"
@@ -96,7 +96,7 @@ def complete_or_absent(
             shutil.rmtree(partial_dir, ignore_errors=True)
             free = shutil.disk_usage(directory.parent).free
             problem = f"no space in {directory.parent}: {facts.get('bytes', 0):,} bytes are needed"
-            raise UserError(f"{problem}, {free:,} bytes are free", "free some, or take a larger volume") from None
+            raise UserError(f"{problem}, {free:,} bytes are free", "free some space, or use a larger volume") from None
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             problem = f"cannot read or write {error.filename or directory} ({error.strerror})"
             raise UserError(problem, "check the volume's access mode and the permissions") from None
@@ -273,7 +273,7 @@ def _client_error(error: Exception, shown: str, endpoint: str) -> UserError | No
         remedy = "unset it for this step, or give a local path"
         return UserError(f"{shown} cannot be fetched while HF_HUB_OFFLINE is set", remedy)
     if isinstance(error, hub_errors.HFValidationError):
-        return UserError(f"{shown} is no name on the hub", "write OWNER/NAME, or a local path")
+        return UserError(f"{shown} is not a valid hub name", "write OWNER/NAME, or a local path")
     if isinstance(error, _NETWORK_ERRORS):
         at = f" ({endpoint})" if shown.startswith(("hf://", "model ")) else ""
         return UserError(

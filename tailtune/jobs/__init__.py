@@ -1,4 +1,4 @@
-"""Run a training as a job: on this machine, or on a cluster as a PyTorchJob or TrainJob.
+"""Run training as a job: on this machine, or on a cluster as a PyTorchJob or TrainJob.
 
 A job (`job.py`) is `python -m MODULE ARGS` in a number of nodes, each with a number of ranks. `train_step.py` turns a
 recipe's stage into a job, and hands it to one of two back ends:

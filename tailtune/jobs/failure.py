@@ -23,7 +23,7 @@ CLASSES = (
     FailureClass(
         "preempted",
         r"Preempt|Evicted|NodeShutdown|DeletionByTaintManager|NodeLost",
-        "the node was taken away; run again, it resumes from the last checkpoint",
+        "the node was taken away; run again to resume from the last checkpoint",
     ),
     FailureClass(
         "out of memory on the GPU",
@@ -66,7 +66,7 @@ CLASSES = (
     FailureClass(
         "volume",
         r"persistentvolumeclaim \S+ not found|FailedMount|FailedAttachVolume",
-        "make the claims (oc apply -k deploy/), or name your own with -p workspace_pvc= and its like",
+        "create the claims (oc apply -k deploy/), or name your own with -p workspace_pvc= and the like",
     ),
     FailureClass(
         "image",

@@ -106,7 +106,7 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
             log.info("train: job %s already exists and is %s: following it", job.name, state)
             jobs.adopt(job.name)
             return
-        log.info("train: job %s of an earlier attempt (%s) is replaced", job.name, state)
+        log.info("train: replacing job %s from an earlier attempt (%s)", job.name, state)
         _delete(job.name, jobs)
         give_up_at = time.monotonic() + DELETE_SECONDS
         while jobs.get(job.name) is not None:
@@ -124,7 +124,7 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
             _create_or_adopt(job, jobs)
             return
         raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}", "run tailtune doctor") from None
-    log.info("train: job %s created, %d nodes x %d ranks", job.name, job.num_nodes, job.ranks_per_node)
+    log.info("train: job %s created; nodes: %d, ranks per node: %d", job.name, job.num_nodes, job.ranks_per_node)
 
 
 def _delete(name: str, jobs: Jobs) -> None:
@@ -208,7 +208,7 @@ class Follower:
         job, now = self.job, time.monotonic()
         if not self.is_started and len(job_pods) == job.num_nodes and all(map(pods.is_running, job_pods)):
             self.is_started = True
-            log.info("train: all %d pods are running", len(job_pods))
+            log.info("train: pods running: %d of %d", len(job_pods), job.num_nodes)
         if not self.is_started and now - self.followed_since > job.start_seconds:
             self._give_up(f"did not start within {job.start_seconds} s: {self._pending_reasons()}")
         if self._stuck_since and now - min(self._stuck_since.values()) > STUCK_SECONDS:
@@ -270,4 +270,4 @@ class Follower:
                 self._stuck_since.setdefault(name, time.monotonic())
             else:
                 self._stuck_since.pop(name, None)
-            self._report_once(name, reason, f"train: pod {name} waits ({problem}): {reason}")
+            self._report_once(name, reason, f"train: pod {name} is waiting ({problem}): {reason}")

@@ -15,7 +15,7 @@ READ_SECONDS = 60
 """A stream without a line for this long is reopened, because a dead connection looks the same."""
 RETRY_SECONDS = 2.0
 MAX_FAILED_READS = 10
-"""Once the pod has ended: give up after so many reads that fail without a new line."""
+"""Once the pod has ended: give up after this many consecutive failed reads without a new line."""
 TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?Z ?")
 
 

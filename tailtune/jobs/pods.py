@@ -159,13 +159,13 @@ def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
             reason = waiting.get("reason") or "waiting"
             detail = f": {waiting['message']}" if waiting.get("message") else ""
             return WAITING.get(reason, "starting"), f"{reason}{detail}"
-    return "scheduling", "waits for a node"
+    return "scheduling", "waiting for a node"
 
 
 def failures(pods: Iterable[Mapping[str, Any]]) -> list[Failure]:
     """The containers that ended with an error, in the order in which they ended.
 
-    This includes the last failure of a container that was restarted since.
+    This includes the last failure of a container that has since been restarted.
     """
     timed_failures = []
     for pod in pods:

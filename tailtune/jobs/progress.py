@@ -1,4 +1,4 @@
-"""Show a training's progress in OpenShift AI's dashboard.
+"""Show training progress in OpenShift AI's dashboard.
 
 Rank 0 keeps the job's `progress.json` up to date. The launcher copies it into the one annotation of a TrainJob that the
 dashboard reads: `getTrainerStatus` in opendatahub-io/odh-dashboard,
@@ -43,10 +43,10 @@ class ProgressReporter:
                 self._write(json.dumps(status))
         except client.ApiException as error:
             if error.status in (400, 403, 415, 422):
-                log.warning("train: the dashboard shows no progress: %s; it is in this log", in_words(error))
+                log.warning("train: the dashboard shows no progress (%s); follow it in this log", in_words(error))
                 self._path = None
         except (HTTPError, OSError):
-            pass  # the volume or the API is in trouble; the launcher's other calls report it
+            pass  # the volume or the API is failing; the launcher's other calls report it
 
 
 def trainer_status(progress: Any, succeeded: bool | None = None) -> dict[str, Any]:

@@ -59,4 +59,4 @@ def state(manifest: Mapping[str, Any]) -> tuple[str, str]:
     for kind, name in (("Succeeded", "succeeded"), ("Failed", "failed"), ("Running", "running")):
         if kind in conditions:
             return name, str(conditions[kind].get("message") or conditions[kind].get("reason") or "")
-    return "waiting", "waits for admission by the queue" if "Suspended" in conditions else ""
+    return "waiting", "waiting for admission by the queue" if "Suspended" in conditions else ""

@@ -54,9 +54,9 @@ def run_torchrun(
 ) -> TorchrunResult:
     """Run `python -m module args…` in `ranks_per_node` processes on this machine.
 
-    After a rank has died, all ranks are restarted, up to `max_restarts` times. A rank that cannot work with its input
-    reports why in the file TAILTUNE_ERROR_FILE (`{"problem": …, "remedy": …}`) and exits; it is not restarted, because
-    it would fail again. The first SIGTERM or SIGINT is forwarded as SIGTERM, so that the ranks save a checkpoint.
+    After a rank has died, all ranks are restarted, up to `max_restarts` times. A rank that rejects its input reports
+    why in the file TAILTUNE_ERROR_FILE (`{"problem": …, "remedy": …}`) and exits; it is not restarted, because it would
+    fail again. The first SIGTERM or SIGINT is forwarded as SIGTERM, so that the ranks save a checkpoint.
     """
     last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
     user_error = None
@@ -76,7 +76,8 @@ def run_torchrun(
                 **os.environ,
                 **_num_threads(ranks_per_node),
                 "TORCHELASTIC_ERROR_FILE": str(exception_path),
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarts meet stale keys: pytorch issue 135712
+                # otherwise restarted ranks read stale keys: pytorch issue 135712
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 **environment,
                 "TAILTUNE_ERROR_FILE": str(user_error_path),
             },

@@ -1,4 +1,4 @@
-"""The train step: turn a recipe's stage into a job and run it, unless its model is complete already."""
+"""The train step: turn a recipe's stage into a job and run it, unless its model is already complete."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tailtune.training_key import claim_checkpoints, training_key
 
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
-    """Train the recipe's stage and return `best_model/`. If that is complete already, it is left untouched.
+    """Train the recipe's stage and return `best_model/`. If that is already complete, it is left untouched.
 
     `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. On a cluster, the ranks run in
     pods of `trainer_image`. Raises JobFailed if the job fails, and UserError if the run's checkpoints were made with
@@ -26,7 +26,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
         write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
-        log.info("train: best_model/ is complete, no step to do")
+        log.info("train: best_model/ is already complete, nothing to train")
         return run.best_model_dir
     claim_checkpoints(run.models_dir / "checkpoints", key)
     write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")

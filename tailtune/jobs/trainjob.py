@@ -63,7 +63,7 @@ def build(
         spec["podTemplateOverrides"] = [{"targetJobs": [{"name": CONTAINER}], "metadata": metadata, "spec": patch}]
     else:
         raise UserError(
-            "this cluster's TrainJob knows neither runtimePatches nor podTemplateOverrides",
+            "this cluster's TrainJob supports neither runtimePatches nor podTemplateOverrides",
             "set -p resources.job_kind=pytorchjob",
         )
     return {
@@ -82,7 +82,7 @@ def state(manifest: Mapping[str, Any]) -> tuple[str, str]:
         if kind in conditions:
             return name, str(conditions[kind].get("message") or conditions[kind].get("reason") or "")
     if "Suspended" in conditions:
-        return "waiting", "waits for admission by the queue"
+        return "waiting", "waiting for admission by the queue"
     if any(job.get("active") for job in status.get("jobsStatus") or []):
         return "running", ""
     return "waiting", ""

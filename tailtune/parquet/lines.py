@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """Size of the read buffer, and of the text in a batch."""
 BATCH_ROWS = 1 << 16
-"""Good and bad rows in a batch at most. This bounds its memory when rows are very short."""
+"""Maximum number of rows, good and bad, in a batch. This bounds its memory when rows are very short."""
 MAX_REJECT_CHARS = 500
 """Length of the text in a reject; the rest of the bad row is cut off."""
 BOM = b"\xef\xbb\xbf"

@@ -51,7 +51,7 @@ def detect_format(source: Path, declared: str) -> tuple[str, str | None]:
     if file_format is None:
         raise UserError(
             f"the format of {source.name} is unknown",
-            f"name the file .{', .'.join(FORMATS)} (each also .gz or .zst), "
+            f"give the file one of the suffixes .{', .'.join(FORMATS)} (optionally followed by .gz or .zst), "
             f"or set data.format to one of {', '.join(FORMATS)}",
         )
     return file_format, compression
@@ -94,7 +94,7 @@ def missing_column(name: str, columns: Iterable[str]) -> UserError:
     more = f" and {len(columns) - MAX_COLUMNS_SHOWN} more" if len(columns) > MAX_COLUMNS_SHOWN else ""
     return UserError(
         f"column '{name}' is not in the data{did_you_mean(name, columns)}; found: {shown}{more}",
-        "map them in data.columns, as the README shows",
+        "map your columns in data.columns, as the README shows",
     )
 
 
@@ -171,7 +171,7 @@ class _CsvLines:
 def _read_csv(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[Record]:
     """Parse CSV with a header. Values are not converted: `007` stays "007".
 
-    A quote that is never closed costs only its own line, not the rest of the file.
+    A quote that is never closed loses only its own line, not the rest of the file.
     """
     csv.field_size_limit(max(csv.field_size_limit(), 2 * source_lines.MAX_LINE_BYTES))
     source = _CsvLines(lines)
@@ -197,7 +197,7 @@ def _read_csv(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[
             header = row
             indices = _find_columns(header, names)
         elif len(row) != len(header):
-            yield Record(number, text, BadRow(f"{len(row)} values where the header has {len(header)}"))
+            yield Record(number, text, BadRow(f"{len(row)} values, but the header has {len(header)} columns"))
         elif not _is_unicode(text):
             yield Record(number, text, BadRow("invalid UTF-8"))
         else:
@@ -252,7 +252,7 @@ def _read_parquet(source: Path, compression: str | None, names: list[str], scrat
             if not _is_textual(schema.field(name).type):
                 raise UserError(
                     f"column '{name}' is {schema.field(name).type}, not text or numbers",
-                    "map another in data.columns",
+                    "map another column in data.columns",
                 )
         number = 0
         for batch in file.iter_batches(batch_size=2048, columns=names, use_threads=False):

@@ -36,9 +36,9 @@ def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> 
     for side, empty in (("train", is_validation.all()), ("validation", not is_validation.any())):
         if empty:
             raise UserError(
-                f"the {side} part of {table.num_rows:,} rows is empty, split by '{by}' with "
-                f"data.validation_share {validation_share:g}",
-                f"change the share, or use data with more different values of '{by}'",
+                f"splitting {table.num_rows:,} rows by '{by}' with data.validation_share {validation_share:g} leaves "
+                f"the {side} side empty",
+                f"change the share, or use data with more distinct values of '{by}'",
             )
     return table.filter(pa.array(~is_validation)), table.filter(pa.array(is_validation))
 

@@ -64,7 +64,7 @@ def write_parquet(source: Path, directory: Path, data: Data) -> ParquetFacts:
     """
     key = _key(source, data)
     if manifest := read_manifest(directory, key):
-        log.info("parquet: %s is complete already: %s rows", directory, f"{manifest['facts']['num_rows']:,}")
+        log.info("parquet: %s is already complete: %s rows", directory, f"{manifest['facts']['num_rows']:,}")
         return _facts_of(directory, manifest)
     kept_rejects = directory.with_name(f"{directory.name}.{REJECTS}")
     kept_rejects.unlink(missing_ok=True)

@@ -205,7 +205,8 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             if part not in parent and part in RENAMED:
                 raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
             if prefix.endswith(".tail") and part in REMOVED_TAIL_KEYS:
-                raise UserError(f"'{key}' is no longer a recipe key (benchmarks/tail.py switches it)", "leave it out")
+                problem = f"'{key}' is no longer a recipe key (only benchmarks/tail.py can still change it)"
+                raise UserError(problem, "leave it out")
             if part not in parent and not (has_free_keys and is_last):
                 known = [f"{prefix}.{name}" if prefix else name for name in parent]
                 known += list(PARAMETERS) if depth == 0 else []
@@ -213,7 +214,8 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
                 raise UserError(f"unknown key '{key}'{hint}", f"known here: {', '.join(known)}")
             index = part
         else:
-            raise UserError(f"unknown key '{key}': '{prefix}' is a single value", "set that")
+            problem = f"unknown key '{key}': '{prefix}' is a single value, not a section"
+            raise UserError(problem, f"set '{prefix}' itself")
         if is_last:
             parent[index] = value
         else:

@@ -108,7 +108,9 @@ class TailSettings(Config):
     def _refuse_removed_keys(cls, raw: Any) -> Any:
         for key in REMOVED_TAIL_KEYS:
             if isinstance(raw, dict) and key in raw:
-                raise ValueError(f"{key} is no longer a recipe key (benchmarks/tail.py switches it); delete it")
+                raise ValueError(
+                    f"{key} is no longer a recipe key (only benchmarks/tail.py can still change it); delete it"
+                )
         return raw
 
 
@@ -131,7 +133,7 @@ TrainWeights = Annotated[
     Annotated[LastLayers, Tag("<last_layers>")] | Annotated[Literal["all"], Tag("<all>")],
     Discriminator(lambda value: "<all>" if isinstance(value, str) else "<last_layers>"),
 ]
-"""The tags, in angle brackets, are no part of a key: messages leave them out."""
+"""The tags, in angle brackets, are not part of a key: messages leave them out."""
 
 RENAMED = {
     "num_trainable_layers": "train_weights.last_layers",

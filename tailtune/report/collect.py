@@ -1,4 +1,4 @@
-"""The report step: has the demo questions answered, reads what the other steps wrote, writes the report."""
+"""The report step: asks both models the demo questions, reads what the other steps wrote, writes the report."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
-"""What the report says: outcome, ladder, gate rules and metrics, as one HTML file that loads nothing and runs nothing.
+"""What the report says, as one HTML file that loads nothing and runs nothing.
 
+Its parts are the outcome, bars for floor, base and tuned model, gate rules and metrics.
 The dashboard shows the file in a sandboxed frame, so it has no script. It is also written for a failed gate, so every
 value may be missing. The same input gives the same bytes.
 """
@@ -103,7 +104,7 @@ def _ladder(table: MetricTable, metrics: Mapping[str, Any]) -> list[dict[str, An
 
 
 def _highlight(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """A metric next to the ladder; the percent sign is written once."""
+    """A metric next to the bars for floor, base and tuned model; the percent sign is written once."""
     base, tuned = (_show(metric, value) for value in _both(metric, metrics))
     return {"label": metric.label, "base": base.removesuffix("\u00a0%"), "tuned": tuned}
 

@@ -1,1 +1,4 @@
-"""Training: `torchrun … -m tailtune.train`. One readable file per kind of stage (`sft.py`)."""
+"""Training, run by every rank: `torchrun … -m tailtune.train`.
+
+Each kind's own part is in `tailtune/kinds/KIND/train.py`.
+"""

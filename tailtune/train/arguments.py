@@ -43,7 +43,7 @@ NUM_LOG_LINES = 20
 
 
 def check_trainer_arguments(recipe: Recipe) -> None:
-    """Raise UserError when a stage's `trainer` would not make an SFTConfig. Needs torch and TRL."""
+    """Raise UserError when a stage's `trainer` would not be accepted by SFTConfig. Needs torch and TRL."""
     for index, stage in enumerate(recipe.stages):
         _check_names_and_types(stage.trainer, f"stages.{index}.trainer")
         _check_reporters(stage.trainer, f"stages.{index}.trainer")
@@ -139,7 +139,7 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
             TypeAdapter(hints[name]).validate_python(value, strict=not isinstance(value, int))
         except ValidationError as error:
             problem = error.errors()[0]["msg"]
-            raise UserError(f"{where}.{name} is {value!r}: {problem}", "give that type") from None
+            raise UserError(f"{where}.{name} is {value!r}: {problem}", "use a value of that type") from None
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
         number = isinstance(value, int | float)

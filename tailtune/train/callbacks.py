@@ -89,7 +89,7 @@ class Metered:
 
 
 class _StartMeter(TrainerCallback):
-    """Starts a meter when training does, from the tokens that a resumed run has seen already."""
+    """Starts the meter when training starts, counting from the tokens that a resumed run has already seen."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -167,5 +167,5 @@ class WriteProgress(Timed):
 
 
 def _finite(value: Any) -> float | None:
-    """The number, or None for NaN and infinity, which JSON does not know."""
+    """The number, or None for NaN and infinity, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else None

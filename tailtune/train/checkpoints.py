@@ -2,6 +2,8 @@
 
 Trainer writes a checkpoint file by file, and each rank writes its own random state. A process that dies in between
 leaves a directory that looks like a checkpoint; resuming from it would train something else.
+
+`run.find_checkpoint` picks the checkpoint that all ranks resume from.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What each device can do: one table, so that a new GPU is one entry.
 
 A profile sets precision, attention and the largest micro-batch. The effective batch per rank comes from the recipe and
-never changes. The plan is logged; what was really in force is read back from the loaded model.
+never changes. The plan is logged; what actually took effect is read back from the loaded model.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 Runs as `python -m tailtune.train.torchrun_compat SECONDS …`, in place of
 `python -m torch.distributed.run --shutdown-timeout=SECONDS …`.
-Training images of OpenShift AI bring torch 2.9, which kills ranks 30 seconds after SIGTERM.
+Training images of OpenShift AI ship torch 2.9, which kills ranks 30 seconds after SIGTERM.
 """
 
 import sys

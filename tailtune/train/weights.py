@@ -42,7 +42,7 @@ def load_model(directory: Path, plan: HardwarePlan, train_weights: TrainWeights)
     model = load_causal_lm(directory, dtype=dtype, attn_implementation=plan.attention)
     generation = model.generation_config
     if generation is not None and not generation.do_sample:
-        # settings of sampling without sampling: saving a checkpoint would refuse them
+        # drop sampling settings when do_sample is off: save_pretrained would reject them
         generation.temperature = generation.top_p = generation.top_k = None
     return model
 

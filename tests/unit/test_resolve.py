@@ -91,7 +91,7 @@ def test_a_run_of_an_earlier_version_that_has_trained_is_refused(tmp_path: Path)
     with pytest.raises(UserError) as error:
         resolve(tmp_path)
     assert error.value.problem == (
-        "this run was made by an earlier version of tailtune, with another form of recipe.stages.0"
+        "this run was made by an earlier version of tailtune, in which recipe.stages.0 had a different form"
     )
     assert error.value.remedy == "choose another --run-name, or check out that version"
     assert run.run_path.read_bytes() == before

@@ -479,8 +479,8 @@ def without_words_of_others(message: str) -> str:
 
 
 def test_messages_are_compared_word_by_word() -> None:
-    assert is_printed("train: job first-sft-fcae487e created, 1 nodes x 1 ranks")
-    assert not is_printed("train: job first-sft-fcae487e made, 1 nodes x 1 ranks")
+    assert is_printed("train: job first-sft-fcae487e created; nodes: 1, ranks per node: 1")
+    assert not is_printed("train: job first-sft-fcae487e made; nodes: 1, ranks per node: 1")
     assert is_printed("contains no run; there are:")
     assert not is_printed("contains no run; give a directory below runs/")
 

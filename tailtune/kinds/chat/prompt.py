@@ -45,7 +45,10 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.eos_token = "<|im_end|>"
     elif not isinstance(template, str) or "strftime_now" in template or "date_string" in template:
         tokenizer.chat_template = PLAIN
-        log.info("prompt: the tokenizer has no ChatML markers and no dateless template; plain text is used")
+        log.info(
+            "prompt: the tokenizer has no ChatML markers and no chat template that is independent of the date; "
+            "plain text is used"
+        )
     if tokenizer.eos_token is None:
         raise UserError(
             "the tokenizer has no end-of-text token, so no answer would ever end",
@@ -95,7 +98,7 @@ def encode_row(
     whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)["input_ids"]
     if whole[: len(question)] != question:
         raise UserError(
-            "the tokenizer's chat template renders a question without its answer differently than with it",
-            "use a base model with ChatML's markers, or with a template that does not",
+            "the chat template renders the question differently when the answer follows",
+            "use a base model with ChatML markers, or with a template that renders both alike",
         )
     return question, list(whole[len(question) :])

@@ -176,7 +176,7 @@ class HiddenStateCache:
                 time.sleep(1)
             if not self._path(i).is_file():
                 raise UserError(
-                    f"{self._path(i)} was written by another rank and is not seen by this one",
+                    f"{self._path(i)} was written by another rank and is not visible to this one",
                     "set --hidden-state-cache-dir to a directory that all ranks share",
                 )
             count = num_tokens * self.frozen_layers.decoder.hidden_size

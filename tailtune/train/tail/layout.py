@@ -128,7 +128,7 @@ class Layout:
     prefix_length: int
     """Tokens of the shared prefix, P."""
     includes_prefix: bool
-    """Whether the packed sequence begins with the shared prefix. Otherwise `prefix_memory` has its keys and values."""
+    """Whether the packed sequence begins with the shared prefix. Otherwise `prefix_memory` has the prefix's."""
     starts: np.ndarray
     """[n] position of each row's first own token: P for rows with the shared prefix, 0 for the others."""
     offsets: np.ndarray
@@ -271,8 +271,8 @@ def _build_group(
 def _query_columns(is_query: np.ndarray, prefix_length: int) -> np.ndarray:
     """Choose the columns [n, q] that attention computes. `is_query` [n, width] marks the columns that have a query.
 
-    The query columns of each row come first, padded with others to the largest number of queries in a row. All columns
-    are computed instead where that is cheaper:
+    The query columns of each row come first, padded with other columns to the largest number of queries in a row. All
+    columns are computed instead where that is cheaper:
 
     - without a prefix, if a row has queries in more than half of the columns: plain causal attention needs no mask;
     - if one mask per row would need more than MAX_MASK_ELEMENTS elements: all columns need only one mask for all rows.

@@ -60,8 +60,8 @@ class Tail(nn.Module):
     def _with_unlabelled(self, targets: Targets, num_tokens: int) -> Targets:
         """Add predictions of weight 0 where needed.
 
-        Without the saving `answer_head` these are all tokens without a label. With it, a batch without labels gets one,
-        so that every parameter gets a gradient: DDP waits for it where other ranks have labels.
+        Without the optimisation `answer_head` these are all tokens without a label. With it, a batch without labels
+        gets one, so that every parameter gets a gradient: DDP waits for it where other ranks have labels.
         """
         if self.savings.answer_head:
             index = np.arange(int(not len(targets.index)))

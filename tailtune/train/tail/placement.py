@@ -11,7 +11,7 @@ from tailtune.files import free_bytes, on_one_volume
 
 Placement = Literal["gpu", "host", "disk", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
-"""From the most memory to the least. When ranks choose differently, all take the last of their choices."""
+"""In order of memory used, most first. If ranks choose differently, all use the choice that comes last here."""
 MIN_USES = 0.8
 """Store hidden states if an average row is used at least this many times.
 
@@ -71,16 +71,16 @@ def choose_placement(
     if requested != "auto":
         return requested, "as the recipe says"  # type: ignore[return-value]
     if missing_bytes and uses < MIN_USES:
-        return "none", f"a row is used {uses:.1f} times"
+        return "none", f"a row is used only {uses:.1f} times on average, so caching does not pay"
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that the allocator caches would count as taken
         free = torch.cuda.mem_get_info()[0] - OPTIMIZER_BYTES * num_trainable
         if num_bytes <= MAX_SHARE_OF_FREE_MEMORY * free:
-            return "gpu", f"{size} of {free / 1e9:.1f} GB free GPU memory"
+            return "gpu", f"{size}; {free / 1e9:.1f} GB were free"
     free = free_host_bytes()
     if num_bytes * ranks_on_node <= MAX_SHARE_OF_FREE_MEMORY * free:
-        return "host", f"{size} of {free / 1e9:.1f} GB free memory"
-    return "disk", f"{size}, mapped from {directory}, because memory has {free / 1e9:.1f} GB free"
+        return "host", f"{size}; {free / 1e9:.1f} GB were free"
+    return "disk", f"{size}, mapped from {directory}; only {free / 1e9:.1f} GB of host memory were free"
 
 
 def free_host_bytes() -> int:

@@ -1,11 +1,11 @@
-"""The four savings that are always on in training; only benchmarks and tests switch one off."""
+"""The four optimisations that are always on in training; only benchmarks and tests switch one off."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Which computations to avoid. The fifth saving, the cache, is the recipe's `tail.cache`."""
+    """Which computations to avoid. The fifth optimisation, the cache, is the recipe's `tail.cache`."""
 
     stop_backward: bool = True
     """End the backward pass at the first trainable layer. Needed for a cache: its hidden states have no gradient."""

@@ -29,6 +29,8 @@ from tailtune.train.tail.placement import PLACEMENTS, choose_placement
 from tailtune.train.tail.savings import ALL_SAVINGS, Savings
 from tailtune.train.tail.tokenized_rows import TokenizedRows
 
+PLACES = {"gpu": "in GPU memory", "host": "in host memory", "disk": "on disk"}
+"""Where the hidden states are kept, as the log says it."""
 MAX_STEP_TOKENS = 16_384
 """Merge the micro-batches of a step into one up to this many tokens, so that the shared prefix is computed once."""
 
@@ -143,7 +145,7 @@ def attach(
         base_model_sha256: Identifies the frozen weights in the key of the cache.
         callbacks: Callbacks of the returned trainer.
         trainer_class: Class of the returned trainer.
-        savings: For benchmarks and tests, which switch single savings off.
+        savings: For benchmarks and tests, which switch single optimisations off.
     """
     rank = plain.args.process_index
     log_info = log.info if rank == 0 else log.debug
@@ -191,7 +193,7 @@ def attach(
         log_info("tail: the frozen layers run in every step without gradient: %s", why)
     else:
         outcome = _fill(cache, plain.args, placement)
-        log_info("tail: hidden states %s; kept on %s: %s", outcome, placement, why)
+        log_info("tail: hidden states %s; kept %s: %s", outcome, PLACES[placement], why)
         tail.source = cache
     trainer = trainer_class(
         model=tail,

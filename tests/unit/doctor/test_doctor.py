@@ -86,7 +86,7 @@ def allow_servers(server: Server) -> None:
         (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "has no Kueue", "-p queue="),
         (lambda s: quota(s, "3", "0"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 0 of 3 used", "lower -p num_nodes="),
         (lambda s: quota(s, "8", "6"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 6 of 8 used", "lower -p num_nodes="),
-        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "not there; needed for data on S3",
+        (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "not found; needed for data on S3",
          "--from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor; then -p s3_secret=NAME"),
         (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
          "has no key token, so it is of no use", "then -p hf_secret=NAME"),
@@ -118,7 +118,7 @@ def test_a_finding_reports_the_fault_and_its_fix(
 def test_a_read_write_once_volume_is_a_warning_for_one_node(server: Server) -> None:
     server.access_mode = "ReadWriteOnce"
     result = invoke("-p", "num_nodes=1")
-    assert result.exit_code == 0 and "when they come to different nodes" in result.output
+    assert result.exit_code == 0 and "if they are scheduled on different nodes" in result.output
 
 
 def test_a_missing_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +147,9 @@ def test_secrets_are_reported_without_their_content(server: Server) -> None:
     }
     result = invoke()
     assert result.exit_code == 0 and "✗" not in result.output, result.output
-    for words in ("there, with token", "room for 4 pods",
+    for words in ("found, with key token", "room for 4 pods",
                   f"tailtune-trainer:{__version__} is in project lyric-professor",
-                  "not there; needed for data on S3"):  # fmt: skip
+                  "not found; needed for data on S3"):  # fmt: skip
         assert words in result.output
     assert "c2VjcmV0" not in result.output and "secret\n" not in result.output
 

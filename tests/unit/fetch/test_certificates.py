@@ -90,7 +90,7 @@ def test_a_file_without_a_certificate_is_refused(
 ) -> None:
     (tmp_path / "wrong.crt").write_text("a key, not a certificate")
     monkeypatch.setenv("TAILTUNE_CA_FILE", str(tmp_path / "wrong.crt"))
-    with pytest.raises(UserError, match=r"holds no certificate; store PEM text under ca-bundle\.crt"):
+    with pytest.raises(UserError, match=r"contains no certificate; store PEM text under ca-bundle\.crt"):
         trust_mounted_certificates()
 
 

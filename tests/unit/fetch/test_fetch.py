@@ -130,7 +130,7 @@ def test_local_file(tmp_path: Path, target: Path) -> None:
     assert again.reused and again.path == first.path and again.sha256 == SHA256
     assert before == {path: path.stat().st_mtime_ns for path in [target, *target.iterdir()]}
     source.write_bytes(b"changed\n")
-    with pytest.raises(UserError, match=f"another file than the one that this run has trained on.*{SHA256}"):
+    with pytest.raises(UserError, match=f"differs from the file that this run was trained on.*{SHA256}"):
         fetch_dataset(str(source), target, keep=True)
     assert before == {path: path.stat().st_mtime_ns for path in [target, *target.iterdir()]}
     assert {path.name for path in tmp_path.iterdir()} == {source.name, target.name}
@@ -389,7 +389,7 @@ def test_no_network(target: Path) -> None:
         pytest.param("{tmp}/empty.jsonl", r"empty.jsonl is empty \(0 bytes\)", id="empty"),
         pytest.param("ftp://host/data.csv", r"'ftp://' is not supported; use hf://datasets/", id="scheme"),
         pytest.param("hf://datasets/owner", "Write hf://datasets/OWNER/NAME", id="hf-syntax"),
-        pytest.param("hf://owner/model", "is no dataset; write hf://datasets", id="hf-model"),
+        pytest.param("hf://owner/model", "is not a dataset; write hf://datasets", id="hf-model"),
         pytest.param("s3://bucket", "names no object; write s3://BUCKET/KEY", id="s3-bucket-only"),
         pytest.param("http://", "cannot be fetched.*check the address", id="no-host"),
     ],
@@ -457,7 +457,7 @@ def test_disk_full_without_root(tmp_path: Path, target: Path, monkeypatch: pytes
         pytest.param("name@v9", "has no such revision on the hub", id="revision"),
         pytest.param("name/x.csv", "x.csv has no such file on the hub", id="file"),
         pytest.param("name", r"12 data files \(00.csv, .*09.csv, …\); append one .*owner/name/00.csv", id="many"),
-        pytest.param("none", "holds no .json, .jsonl, .csv, .txt or .parquet file", id="none"),
+        pytest.param("none", "contains no .json, .jsonl, .csv, .txt or .parquet file", id="none"),
         pytest.param("gated", r"is gated: accept its licence at .*/owner/gated, .*HF_TOKEN", id="gated"),
         pytest.param("token", r"is refused by the hub .*401\); check HF_TOKEN", id="bad-token"),
     ],
@@ -598,7 +598,7 @@ def test_no_content_is_hashed_twice(server: Server, tmp_path: Path, monkeypatch:
         pytest.param("owner/missing", "model owner/missing is not on the hub", id="missing"),
         pytest.param("owner/pickle", "has no .safetensors file; take a model", id="no-safetensors"),
         pytest.param("owner/weights", "has no config.json", id="no-config"),
-        pytest.param("a/b/c", "is no name on the hub; write OWNER/NAME, or a local path", id="name"),
+        pytest.param("a/b/c", "is not a valid hub name; write OWNER/NAME, or a local path", id="name"),
     ],
 )
 def test_model_refusals(server: Server, target: Path, name: str, words: str) -> None:
@@ -613,7 +613,7 @@ def test_model_refusals(server: Server, target: Path, name: str, words: str) -> 
 def test_damaged_model(server: Server, target: Path) -> None:
     server.add_repo("models", "owner/model", MODEL)
     server.replies[f"/owner/model/resolve/{COMMIT}/model-00002-of-00002.safetensors"].body = b"y" * 200_000
-    with pytest.raises(UserError, match=r"model-00002-of-00002.safetensors has another sha256"):
+    with pytest.raises(UserError, match=r"model-00002-of-00002.safetensors has a different sha256"):
         fetch_model("owner/model", target)
     assert_nothing(target)
 

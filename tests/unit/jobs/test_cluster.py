@@ -30,7 +30,7 @@ def test_the_lines_of_all_ranks_arrive_once_and_in_order(server: Server, shown: 
     run(make_job("lines"))
     err = shown()
     assert line_numbers(err, 0) == line_numbers(err, 1) == list(range(40))
-    assert "job a-run-sft-" in err and "created, 2 nodes x 1 ranks" in err
+    assert "job a-run-sft-" in err and "created; nodes: 2, ranks per node: 1" in err
 
 
 def test_no_line_is_lost_or_repeated_when_streams_break_in_the_middle_of_a_line(
@@ -104,7 +104,7 @@ def test_the_reason_for_pending_pods_is_reported(server: Server, shown: Callable
     timer = in_background(lambda: (time.sleep(1.5), server.faults.pending.clear()))
     run(make_job("lines"))
     timer.join()
-    assert "-worker-0 waits (scheduling): 0/4 nodes are available: 4 Insufficient" in shown()
+    assert "-worker-0 is waiting (scheduling): 0/4 nodes are available: 4 Insufficient" in shown()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_failed_job_of_an_earlier_attempt_is_replaced(
         run(make_job("raises"))
     (tmp_path / "progress.json").write_text("of the failed job")
     run(replace(make_job("lines"), name=make_job("raises").name, progress_path=tmp_path / "progress.json"))
-    assert "of an earlier attempt (failed) is replaced" in shown() and not (tmp_path / "progress.json").exists()
+    assert "from an earlier attempt (failed)" in shown() and not (tmp_path / "progress.json").exists()
 
 
 def test_orphaned_jobs_are_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_a_termination_message_without_a_user_error_is_another_failure(message: 
     ("status", "expected"),
     [
         ({"phase": "Running"}, None),
-        ({"phase": "Pending"}, ("scheduling", "waits for a node")),
+        ({"phase": "Pending"}, ("scheduling", "waiting for a node")),
         ({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}]},
          ("scheduling", "0/3 nodes")),
         ({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",

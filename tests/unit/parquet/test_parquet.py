@@ -306,8 +306,8 @@ def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["a"] for row in rows_of(facts)][:4] == ["two\nlines", 'say ""hi""', "nul \0", "still a row"]
     assert facts.num_rows == 4 + 386
     assert rejects_of(facts) == [
-        (5, "1 values where the header has 2"),
-        (6, "3 values where the header has 2"),
+        (5, "1 values, but the header has 2 columns"),
+        (6, "3 values, but the header has 2 columns"),
         (7, "column 'a' is empty"),
         (8, "column 'a' is empty"),
         (9, "invalid UTF-8"),
@@ -482,7 +482,7 @@ def test_file_without_rows_is_an_error(tmp_path: Path, name: str, content: bytes
     assert not (tmp_path / "out").exists()
 
 
-COLUMN_MISSING = r"column 'topic' is not in the data; found: artist, lyrics, song; map them in data.columns"
+COLUMN_MISSING = r"column 'topic' is not in the data; found: artist, lyrics, song; map your columns in data.columns"
 
 
 @pytest.mark.parametrize("encoding", ["jsonl", "json", "csv", "parquet"])

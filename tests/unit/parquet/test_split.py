@@ -78,8 +78,8 @@ def test_trivial_variants_are_on_one_side() -> None:
 @pytest.mark.parametrize(
     ("questions", "share", "message"),
     [
-        (["one question"] * 50, 0.1, "validation part of 50 rows is empty"),
-        (["one question"] * 50, 0.999, "train part of 50 rows is empty"),
+        (["one question"] * 50, 0.1, "splitting 50 rows by .question. .* leaves the validation side empty"),
+        (["one question"] * 50, 0.999, "splitting 50 rows by .question. .* leaves the train side empty"),
         ([], 0.1, "empty"),
     ],
 )

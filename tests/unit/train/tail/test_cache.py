@@ -98,7 +98,7 @@ def test_another_ranks_shard_may_appear_late(
     monkeypatch.setattr(cache, "SECONDS_TO_APPEAR", 0.0)
     with pytest.raises(
         UserError,
-        match="written by another rank and is not seen by this one; set "
+        match="written by another rank and is not visible to this one; set "
         "--hidden-state-cache-dir to a directory that all ranks share",
     ):
         make_cache().load("disk")

@@ -26,10 +26,10 @@ def choose(num_bytes: int, requested: str = "auto", uses: float = 4.0, **setting
 @pytest.mark.parametrize(
     ("requested", "num_bytes", "uses", "expected", "reason"),
     [
-        ("auto", 1 * GB, 4.0, "host", "1.00 GB of 8.0 GB free memory"),
+        ("auto", 1 * GB, 4.0, "host", "1.00 GB; 8.0 GB were free"),
         ("auto", 3 * GB, 4.0, "disk", "3.00 GB, mapped from"),  # two ranks share the memory
-        ("auto", 1 * GB, 1.0, "host", "1.00 GB of 8.0 GB free memory"),
-        ("auto", 1 * GB, 0.5, "none", "a row is used 0.5 times"),
+        ("auto", 1 * GB, 1.0, "host", "1.00 GB; 8.0 GB were free"),
+        ("auto", 1 * GB, 0.5, "none", "a row is used only 0.5 times on average"),
         ("auto", 60 * GB, 4.0, "none", "60.00 GB do not fit into the 50.00 GB free"),
         ("disk", 1 * GB, 1.0, "disk", "as the recipe says"),
         ("disk", 60 * GB, 4.0, "none", "do not fit"),
