@@ -14,13 +14,13 @@ demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
 test: .venv/.installed  ## the tests, in about 10 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(COVERAGE)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" $(COVERAGE)
 
 coverage:  ## the same, and fail below 85 % coverage; takes longer
 	@$(MAKE) test COVERAGE="--cov --cov-report=term:skip-covered --cov-fail-under=85"
 
 test-all: .venv/.installed  ## the slow ones too
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: .venv/.installed  ## style, types, import arrows, compiled files
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

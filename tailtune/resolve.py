@@ -67,8 +67,10 @@ def check_run_name(name: str, parameter: str) -> None:
 def check_recipe(recipe: Recipe) -> None:
     """Check what the schema cannot: trainer arguments and hardware profile. Imports torch and TRL. Raises UserError."""
     with uncollected():
+        import transformers.integrations.integration_utils  # noqa: F401  SFTConfig imports it when it is made
+        from trl import SFTConfig  # noqa: F401
+
         from tailtune.train.arguments import check_trainer_arguments
         from tailtune.train.hardware import find_profile
-
-        check_trainer_arguments(recipe)  # imports TRL
+    check_trainer_arguments(recipe)
     find_profile("cpu", recipe.hardware.profile)

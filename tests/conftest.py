@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tailtune.recipe.load import load_recipe, with_overrides
 from tailtune.recipe.schema import Recipe
@@ -100,17 +101,31 @@ def write_rows(path: Path, num_rows: int = 50) -> Path:
     return path
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a directory that the first of pytest's workers fills, and that the others wait for."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with FileLock(root / f"{name}.lock"):
+        if not (root / name).exists():
+            (root / f"{name}.partial").mkdir()
+            make(root / f"{name}.partial")
+            (root / f"{name}.partial").rename(root / name)
+    return root / name
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `data/` (Parquet) and `base/` (small model) that tests may read."""
-    from tailtune.fetch.model import provide_base_model
-    from tailtune.parquet.write import write_parquet
 
-    folder = tmp_path_factory.mktemp("prepared")
-    recipe = tiny_recipe()
-    write_parquet(write_rows(folder / "rows.jsonl"), folder / "data", recipe.data)
-    provide_base_model(recipe, folder / "data", folder / "base")
-    return folder
+    def prepare(folder: Path) -> None:
+        from tailtune.fetch.model import provide_base_model
+        from tailtune.parquet.write import write_parquet
+
+        recipe = tiny_recipe()
+        write_parquet(write_rows(folder / "rows.jsonl"), folder / "data", recipe.data)
+        provide_base_model(recipe, folder / "data", folder / "base")
+
+    return made_once(tmp_path_factory, "prepared", prepare)
 
 
 @pytest.fixture

@@ -83,12 +83,6 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     answers = json.loads((directory / "models" / "demo_outputs" / "answers.json").read_text())["answers"]
     assert len(answers) == 5 and set(answers[0]) == {"question", "base", "tuned"}
 
-    before = fingerprint(directory)
-    code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "first")
-    assert code == 0, err
-    assert fingerprint(directory) == before
-    assert "train: step" not in err
-
     # the same data in another run: nothing to train, when the recipe says so
     code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "again", "-p", "data.skip_unchanged=true")
     assert code == 0, err
@@ -106,20 +100,21 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     assert json.loads((directory / "workspace" / "verdict.json").read_text())["passed"] is False
     assert "gate failed" in (directory / "report.html").read_text().lower()
 
-    # without a recipe the run goes on with its own, the gate of the last call included
+    # again, without a recipe: the run's own, the gate of the last call included, and nothing is done twice
+    before = fingerprint(directory)
     code, out, err = run(tmp_path, "--run-name", "first")
     assert code == 1
     assert "continuing runs/first with its own recipe" in err and "train: step" not in err
-
-    # other training settings or data are refused before anything is overwritten
-    before = fingerprint(directory)
-    other = write_rows(tmp_path / "other.jsonl", 40)
-    for parameter, field in (("learning_rate=0.5", "learning_rate"), (f"data_source={other}", "data.source")):
-        code, out, err = run(tmp_path, "--run-name", "first", "-p", parameter)
-        assert code == 1
-        assert err.splitlines()[-1].startswith("failed: resolve: this run was trained with other settings: "), err
-        assert field in err and "choose another --run-name" in err and "report:" not in err
     assert fingerprint(directory) == before
+
+    # other training settings and data are refused before anything is overwritten
+    other = write_rows(tmp_path / "other.jsonl", 40)
+    parameters = ("-p", "learning_rate=0.5", "-p", f"data_source={other}")
+    code, out, err = run(tmp_path, "--run-name", "first", *parameters)
+    assert code == 1
+    assert err.splitlines()[-1].startswith("failed: resolve: this run was trained with other settings: "), err
+    assert "learning_rate" in err and "data.source" in err and "choose another --run-name" in err
+    assert "report:" not in err and fingerprint(directory) == before
 
 
 def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
@@ -133,8 +128,9 @@ def test_a_failing_step_ends_the_run_with_its_line(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_stopped_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, **{"stages.0.trainer.num_train_epochs": 80})
+def test_a_stopped_run_leaves_no_process_and_goes_on(prepared: Path, tmp_path: Path) -> None:
+    settings = {"stages.0.trainer.num_train_epochs": 80, "model.base_model": str(prepared / "base")}
+    recipe = write_recipe(tmp_path, **settings)
     run_dir = tmp_path / "runs" / "stopped"
     last = 0
     for number, arguments in ((signal.SIGTERM, ("--recipe", str(recipe))), (signal.SIGINT, ())):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import made_once, tiny_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +22,8 @@ from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
 from tailtune.train.checkpoints import is_complete
 
-LONG = {"stages.0.trainer.num_train_epochs": 20}  # about 200 steps: time to be interrupted
+LONG = {"stages.0.trainer.num_train_epochs": 10, "stages.0.trainer.logging_steps": 11}
+"""110 steps, time to be interrupted. The losses of 11 steps are logged after each checkpoint, also when resumed."""
 LAUNCH = (
     "import sys; from pathlib import Path; from tailtune.log import step; from tailtune.run import Run\n"
     "from tailtune.jobs.train_step import train_stage\n"
@@ -70,14 +72,18 @@ def fingerprint(root: Path) -> dict[str, tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
-    from conftest import tiny_recipe
+    """A completed run of 110 steps, and its log."""
 
-    root = tmp_path_factory.mktemp("undisturbed")
-    run = Run(name="undisturbed", recipe=tiny_recipe(**LONG), local=True, data_dir=root / "data",
-              models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
-    process = launch(run, prepared, root / "log")
-    assert process.wait(timeout=300) == 0, (root / "log").read_text()
-    return run, (root / "log").read_text()
+    def make(root: Path) -> Run:
+        return Run(name="undisturbed", recipe=tiny_recipe(**LONG), local=True, data_dir=root / "data",
+                   models_dir=root / "models", workspace_dir=root / "workspace")  # fmt: skip
+
+    def train(root: Path) -> None:
+        process = launch(make(root), prepared, root / "log")
+        assert process.wait(timeout=300) == 0, (root / "log").read_text()
+
+    root = made_once(tmp_path_factory, "undisturbed", train)
+    return make(root), (root / "log").read_text()
 
 
 def test_all_artefacts_are_written(undisturbed: tuple[Run, str], prepared: Path) -> None:
@@ -132,8 +138,6 @@ def test_again_does_no_step_and_changes_no_file(undisturbed: tuple[Run, str], pr
 
 
 def test_other_settings_do_not_resume_from_these_checkpoints(undisturbed: tuple[Run, str], prepared: Path) -> None:
-    from conftest import tiny_recipe
-
     run, _ = undisturbed
     other = run.model_copy(update={"recipe": tiny_recipe(**LONG, seed=7)})
     with pytest.raises(UserError, match=r"made with other settings \(seed\); choose another --run-name"):
@@ -251,11 +255,10 @@ def test_ranks_alone_refuse_another_training_and_count_all_attempts(
                "--model-dir", str(prepared / "base"), "--output-dir", str(run.models_dir)]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     first = json.loads((run.models_dir / "training_summary.json").read_text())
-    refused = subprocess.run([*command, "-p", "learning_rate=0.5"], capture_output=True, text=True)
-    assert refused.returncode == 1
-    assert "train: error: the checkpoints in" in refused.stderr and "trainer.learning_rate" in refused.stderr
-    by_environment = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "EPOCHS": "9"})
-    assert "num_train_epochs" in by_environment.stderr and by_environment.returncode == 1
+    refused = subprocess.run([*command, "-p", "learning_rate=0.5"], capture_output=True, text=True,
+                             env={**os.environ, "EPOCHS": "9"})  # fmt: skip
+    assert refused.returncode == 1 and "train: error: the checkpoints in" in refused.stderr
+    assert "trainer.learning_rate" in refused.stderr and "trainer.num_train_epochs" in refused.stderr
     subprocess.run(command, check=True, capture_output=True)
     again = json.loads((run.models_dir / "training_summary.json").read_text())
     assert again["num_steps"] == first["num_steps"]
