@@ -13,7 +13,7 @@ BUILD_FLAGS ?=
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
-test: .venv/.installed  ## the tests, in about 10 minutes on 2 cores
+test: .venv/.installed  ## the tests, in about 7 minutes on 2 cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" $(COVERAGE)
 
 coverage:  ## the same, and fail below 85 % coverage; takes longer
