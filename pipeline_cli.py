@@ -7,15 +7,17 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from pipeline import make_pipeline, parameter_values
 from pipeline_local import local_parameters, local_recipe, relative, run_local
-from pipeline_server import PipelineServer, find_connection, trigger
+from pipeline_server import ActiveRun, PipelineServer, find_connection, trigger
 from tailtune import __version__
 from tailtune.errors import UserError
 from tailtune.jobs.local import share_cores
@@ -26,6 +28,8 @@ from tailtune.resolve import check_recipe, check_run_name
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
+END_SECONDS = 300
+"""How long --end-runs waits for terminated runs: their last step still runs."""
 
 
 def compile_recipe(recipe: Recipe, path: Path) -> None:
@@ -62,15 +66,36 @@ def check_compiled() -> bool:
     return not drifted
 
 
-def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> tuple[str, str, str]:
-    """Upload the recipe's compiled file; return the pipeline's id, the version's id and the version's name.
+@dataclass(frozen=True)
+class Uploaded:
+    """A version of a pipeline on the server."""
 
-    The name follows from the file's bytes, so that the same file is the same version.
+    pipeline: str
+    version: str
+    """Ids."""
+    version_name: str
+    steps: frozenset[str]
+    """Names of the tasks that run a container, not those of conditions and the exit handler."""
+
+
+def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> Uploaded:
+    """Upload the recipe's compiled file.
+
+    The version's name follows from the file's bytes, so that the same file is the same version.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = compiled_file(recipe, final, Path(folder))
         name = f"{__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
-        return *server.upload(path, recipe.name, name), name
+        pipeline, version = server.upload(path, recipe.name, name)
+        return Uploaded(pipeline, version, name, step_names(path))
+
+
+def step_names(compiled: Path) -> frozenset[str]:
+    """Return the names of the steps in a compiled file."""
+    spec = next(yaml.load_all(compiled.read_text(encoding="utf-8"), yaml.CSafeLoader))
+    graphs = [spec["root"]["dag"], *(c["dag"] for c in spec["components"].values() if "dag" in c)]
+    tasks = [task for graph in graphs for task in graph["tasks"].items()]
+    return frozenset(name for name, task in tasks if "dag" not in spec["components"][task["componentRef"]["name"]])
 
 
 def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
@@ -113,10 +138,15 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
 
     `final` is the recipe with its overrides: they are parameters of the run, not part of the uploaded version.
     """
-    pipeline, version, version_name = upload(recipe, final, server)
-    run = server.start(pipeline, version, experiment=experiment, run_name=run_name,
+    if active := server.active_runs(run_name):
+        raise UserError(
+            f"run '{run_name}' is already in progress, as pipeline run {active[0].id}",
+            f"wait for it, end it with python pipeline.py --cancel {active[0].id}, or choose another --run-name",
+        )
+    uploaded = upload(recipe, final, server)
+    run = server.start(uploaded.pipeline, uploaded.version, experiment=experiment, run_name=run_name,
                        parameters=cluster_parameters(final, run_name))  # fmt: skip
-    click.echo(f"{recipe.name} {version_name} runs as {run_name}", err=True)
+    click.echo(f"{recipe.name} {uploaded.version_name} runs as {run_name}", err=True)
     click.echo(server.address(run))
     if not os.environ.get("TAILTUNE_DASHBOARD"):
         click.echo(
@@ -124,7 +154,7 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
         )
     if not watch:
         return True
-    state = server.watch(run, timeout_seconds)
+    state = server.watch(run, uploaded.steps, timeout_seconds)
     click.echo(f"the run {state.lower()}", err=True)
     return state == "SUCCEEDED"
 
@@ -140,17 +170,44 @@ def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: st
     if unknown := parameters.keys() - parameter_values(recipe).keys() - {"recipe", "run_name"}:
         raise UserError(f"with --latest, the recipe is that of the latest version, so -p {min(unknown)} has no place",
                         "give run parameters (see --list), or leave --latest out")  # fmt: skip
-    pipeline, version, version_name = upload(recipe, final, server)
-    server.schedule(name, when, pipeline=pipeline, version=version if latest is None else None, experiment=experiment,
-                    parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
-    shown_version = version_name if latest is None else "its latest version"
+    uploaded = upload(recipe, final, server)
+    active = server.schedule(name, when, pipeline=uploaded.pipeline,
+                             version=uploaded.version if latest is None else None, experiment=experiment,
+                             parameters=parameters, max_concurrency=max_concurrency, catch_up=catch_up)  # fmt: skip
+    shown_version = uploaded.version_name if latest is None else "its latest version"
     click.echo(
         f"schedule '{name}': {recipe.name}, {shown_version}, '{when}' in the pipeline server's time zone, UTC", err=True
     )
+    if active:
+        click.echo(f"the earlier schedule is disabled; {in_progress(active)}, and the next change of the schedule "
+                   "deletes it", err=True)  # fmt: skip
+
+
+def unschedule(name: str, server: PipelineServer, *, end_runs: bool) -> None:
+    """Delete the schedules with this name, or only disable those whose runs are in progress.
+
+    With `end_runs`, these runs are ended first.
+    """
+    active = server.unschedule(name)
+    if active and end_runs:
+        cancel_run(name, server)
+        server.wait_until_ended(active, END_SECONDS)
+        active = server.unschedule(name)
+    if active:
+        click.echo(f"schedule '{name}' is disabled and starts no more runs; {in_progress(active)}. Deleting the "
+                   "schedule now would end its runs without their last step: repeat this command later, or add "
+                   "--end-runs", err=True)  # fmt: skip
+    else:
+        click.echo(f"schedule '{name}' deleted", err=True)
+
+
+def in_progress(runs: list[ActiveRun]) -> str:
+    ids = ", ".join(run.id for run in runs)
+    return f"run {ids} goes on" if len(runs) == 1 else f"runs {ids} go on"
 
 
 def cancel_run(name: str, server: PipelineServer) -> None:
-    """Terminate the active runs with this name or id, and delete the training jobs that they leave.
+    """Terminate the active runs with this name or id or of this schedule, and delete the jobs that they leave.
 
     Deleting only the job is not enough: KFP retries the train step, which creates it again.
     """
@@ -164,10 +221,15 @@ def cancel_run(name: str, server: PipelineServer) -> None:
         click.echo(f"jobs are left to the run's own steps: {error}", err=True)
         cluster = None
     jobs: list[str] = []
-    if cluster:
-        run_names = sorted({name, *(run.run_name for run in runs if run.run_name)})
-        jobs += [job for run_name in run_names for job in cancel(cluster, run=run_name)]
-        jobs += [job for run in runs for job in cancel(cluster, pipeline_run=run.id) if job not in jobs]
+    try:
+        if cluster:
+            run_names = sorted({name, *(run.run_name for run in runs if run.run_name)})
+            jobs += [job for run_name in run_names for job in cancel(cluster, run=run_name)]
+            jobs += [job for run in runs for job in cancel(cluster, pipeline_run=run.id) if job not in jobs]
+    except UserError as error:
+        if not runs:
+            raise
+        click.echo(f"jobs are left to the run's own steps: {error}", err=True)
     for job in jobs:
         click.echo(job)
     where = f" at {cluster.configuration.host}" if cluster else ""
@@ -194,10 +256,14 @@ def cancel_run(name: str, server: PipelineServer) -> None:
               help="With --schedule: how many runs may be active at the same time.")  # fmt: skip
 @click.option("--catch-up", is_flag=True, help="With --schedule: also start the runs that were missed.")
 @click.option(
-    "--cancel", metavar="RUN", help="Terminate the runs with this name or id, and delete their training jobs."
+    "--cancel",
+    metavar="RUN",
+    help="Terminate the runs with this name or id, or of the schedule with this name, and delete their training jobs.",
 )
 @click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
-@click.option("--unschedule", metavar="NAME", help="Delete the schedule of this name.")
+@click.option("--unschedule", "unscheduled", metavar="NAME", help="Delete the schedule of this name. While a run of it "
+              "is in progress, only disable it.")  # fmt: skip
+@click.option("--end-runs", is_flag=True, help="With --unschedule: end its runs first.")
 @click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, if not in the cluster's own "
               "registry. Overrides TAILTUNE_IMAGE_REGISTRY.")  # fmt: skip
 @click.option("--endpoint", help="Address of the pipeline server. By default, that of the login's project.")
@@ -221,7 +287,8 @@ def main(
     catch_up: bool,
     cancel: str | None,
     list_schedules: bool,
-    unschedule: str | None,
+    unscheduled: str | None,
+    end_runs: bool,
     image_registry: str | None,
     endpoint: str | None,
     namespace: str | None,
@@ -233,7 +300,7 @@ def main(
     share_cores()
     modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
              "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
-             "--unschedule": unschedule is not None, "--cancel": cancel is not None}  # fmt: skip
+             "--unschedule": unscheduled is not None, "--cancel": cancel is not None}  # fmt: skip
     if sum(modes.values()) > 1:
         raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
     runs = local_run or dry_run or submit_run or when is not None
@@ -242,6 +309,8 @@ def main(
                                "without arguments all recipes are compiled")  # fmt: skip
     if run_name is not None and not (local_run or submit_run):
         raise click.UsageError("--run-name needs --local or --submit")
+    if end_runs and unscheduled is None:
+        raise click.UsageError("--end-runs needs --unschedule")
     if watch and not submit_run:
         raise click.UsageError("--watch needs --submit")
     if image_registry:
@@ -260,12 +329,10 @@ def main(
             sys.exit(0 if check_compiled() else 1)
         elif cancel is not None:
             cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
-        elif list_schedules or unschedule is not None:
+        elif list_schedules or unscheduled is not None:
             server = PipelineServer(find_connection(endpoint, namespace))
-            if unschedule is not None:
-                if not server.unschedule(unschedule):
-                    raise UserError(f"there is no schedule '{unschedule}'", "see --list-schedules")
-                click.echo(f"schedule '{unschedule}' deleted", err=True)
+            if unscheduled is not None:
+                unschedule(unscheduled, server, end_runs=end_runs)
             else:
                 click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
         elif runs:

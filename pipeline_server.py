@@ -10,7 +10,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,8 +101,15 @@ class ActiveRun:
     """A run that has not ended."""
 
     id: str
+    display_name: str
     run_name: str
     """The parameter `run_name`, with which its training job is labelled. Empty for runs that are named by their id."""
+    state: str
+    schedule_id: str
+    """Empty for a run that no schedule has started."""
+
+    def is_called(self, name: str) -> bool:
+        return name in (self.id, self.display_name, self.run_name)
 
 
 class PipelineServer:
@@ -186,19 +193,37 @@ class PipelineServer:
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
 
-    def terminate(self, name: str) -> list[ActiveRun]:
-        """Terminate active runs with this name or id and return them."""
+    def active_runs(self, name: str) -> list[ActiveRun]:
+        """Return the runs with this name or id that have not ended."""
+        return [run for run in self._active_runs() if run.is_called(name)]
+
+    def _active_runs(self) -> list[ActiveRun]:
         runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
                                               namespace=self.connection.namespace), "runs")  # fmt: skip
-        terminated = []
+        return [
+            ActiveRun(
+                id=run.run_id,
+                display_name=run.display_name,
+                run_name=str(((run.runtime_config and run.runtime_config.parameters) or {}).get("run_name") or ""),
+                state=run.state,
+                schedule_id=run.recurring_run_id or "",
+            )
+            for run in runs
+            if run.state not in ENDED
+        ]
+
+    def terminate(self, name: str) -> list[ActiveRun]:
+        """Terminate active runs with this name or id, or of the schedules with this name, and return them.
+
+        The server makes the names of a schedule's runs from the first 25 characters of its own: kubeflow/pipelines,
+        backend/src/apiserver/template/template.go.
+        """
+        schedule_ids = {schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name}
+        runs = [run for run in self._active_runs() if run.is_called(name) or run.schedule_id in schedule_ids]
         for run in runs:
-            parameters = run.runtime_config.parameters if run.runtime_config else None
-            active = ActiveRun(run.run_id, str((parameters or {}).get("run_name") or ""))
-            if name in (run.display_name, active.id, active.run_name) and run.state not in ENDED:
-                terminated.append(active)
-                if run.state != "CANCELING":
-                    self._terminate(active.id)
-        return terminated
+            if run.state != "CANCELING":
+                self._terminate(run.id)
+        return runs
 
     def _terminate(self, run: str) -> None:
         try:
@@ -208,10 +233,12 @@ class PipelineServer:
                 raise
             log.info("run: %s has ended meanwhile (%s)", run, error)
 
-    def watch(self, run: str, timeout_seconds: float | None) -> str:
-        """Wait for the run's end and return its state. Logs each change of a step's state.
+    def watch(self, run: str, steps: Collection[str], timeout_seconds: float | None) -> str:
+        """Wait for the run's end and return its state. Logs each change of the state of one of `steps`.
 
-        Raises UserError after the timeout.
+        The server lists every node of the workflow as a task: drivers, `root`, and for each step its pod, `executor`
+        (kubeflow/pipelines, backend/src/apiserver/server/api_converter.go). A run that was terminated ends there as
+        FAILED; here it is CANCELED. Raises UserError after the timeout.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         states: dict[str, str] = {}
@@ -219,11 +246,12 @@ class PipelineServer:
             details = self.call(self.client.get_run, run, retry_seconds=WATCH_RETRY_SECONDS)
             tasks = (details.run_details.task_details or []) if details.run_details else []
             for task in tasks:
-                if task.display_name and task.state and states.get(task.display_name) != task.state:
-                    states[task.display_name] = task.state
+                if task.display_name in steps and task.state and states.get(task.task_id) != task.state:
+                    states[task.task_id] = task.state
                     log.info("run: %s %s", task.display_name, task.state.lower())
             if details.state in ENDED:
-                return str(details.state)
+                was_canceled = any(status.state == "CANCELING" for status in details.state_history or [])
+                return "CANCELED" if was_canceled and details.state == "FAILED" else str(details.state)
             if deadline is not None and time.monotonic() > deadline:
                 raise UserError(f"the run has not ended after {timeout_seconds:.0f} s", f"see {self.address(run)}")
             time.sleep(POLL_SECONDS)
@@ -235,11 +263,11 @@ class PipelineServer:
                                                    namespace=self.connection.namespace), "recurring_runs"))  # fmt: skip
 
     def schedule(self, name: str, when: str, *, pipeline: str, version: str | None, experiment: str,
-                 parameters: dict[str, Any], max_concurrency: int, catch_up: bool) -> str:  # fmt: skip
-        """Create or replace the schedule with this name and return its id.
+                 parameters: dict[str, Any], max_concurrency: int, catch_up: bool) -> list[ActiveRun]:  # fmt: skip
+        """Create or replace the schedule with this name. Return the runs of earlier ones that are in progress.
 
         With `version=None`, each run uses the pipeline's latest version. The API cannot change a schedule: the new one
-        is created before those with the same name are deleted.
+        is created before those with the same name are removed.
         """
         import kfp_server_api as api
 
@@ -256,12 +284,20 @@ class PipelineServer:
             no_catchup=not catch_up,
         )
         replaced = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
-        created = self.call(
-            self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, retry_seconds=0
-        )
-        for schedule_id in replaced:
+        self.call(self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, retry_seconds=0)
+        return [run for schedule_id in replaced for run in self._remove_schedule(schedule_id)]
+
+    def _remove_schedule(self, schedule_id: str) -> list[ActiveRun]:
+        """Disable a schedule, and delete it unless runs of it are in progress; return those.
+
+        With a schedule, Kubernetes deletes the workflows that it owns, at once and without their last step:
+        kubeflow/pipelines, backend/src/crd/controller/scheduledworkflow (owner references of a workflow).
+        """
+        self.call(self.client.disable_recurring_run, schedule_id)
+        active = [run for run in self._active_runs() if run.schedule_id == schedule_id]
+        if not active:
             self.call(self.client.delete_recurring_run, schedule_id)
-        return str(created.recurring_run_id)
+        return active
 
     def list_schedules(self) -> list[str]:
         """Return one line for each schedule: name, when, enabled or disabled, id."""
@@ -273,12 +309,24 @@ class PipelineServer:
             lines.append(f"{schedule.display_name}\t{when}\t{status}\t{schedule.recurring_run_id}")
         return lines
 
-    def unschedule(self, name: str) -> int:
-        """Delete the schedules with this name and return how many there were."""
+    def unschedule(self, name: str) -> list[ActiveRun]:
+        """Disable the schedules with this name, and delete those without active runs. Return the active runs.
+
+        Raises UserError if there is no schedule with this name.
+        """
         schedule_ids = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
-        for schedule_id in schedule_ids:
-            self.call(self.client.delete_recurring_run, schedule_id)
-        return len(schedule_ids)
+        if not schedule_ids:
+            raise UserError(f"there is no schedule '{name}'", "see --list-schedules")
+        return [run for schedule_id in schedule_ids for run in self._remove_schedule(schedule_id)]
+
+    def wait_until_ended(self, runs: Collection[ActiveRun], seconds: float) -> None:
+        """Wait for the ends of terminated runs. Raises UserError after `seconds`."""
+        give_up_at = time.monotonic() + seconds
+        for run in runs:
+            while self.call(self.client.get_run, run.id).state not in ENDED:
+                if time.monotonic() > give_up_at:
+                    raise UserError(f"run {run.id} has not ended after {seconds:.0f} s", "try again later")
+                time.sleep(POLL_SECONDS)
 
 
 INTERVAL = re.compile(r"every (\d+) ?(second|minute|hour|day)s?")

@@ -1,7 +1,11 @@
 """The part of the pipeline server's REST API (v2beta1) that `pipeline_server` uses, for the real kfp client.
 
 As strict as the real one: unknown fields are refused by the models of `kfp_server_api`, pipelines have unique names, a
-version needs its pipeline, cron needs six fields, and every request needs the token.
+version needs its pipeline, cron needs six fields, and every request needs the token. It behaves as kubeflow/pipelines
+2.14 to 2.17 where that surprises: a run's tasks are all nodes of its workflow (backend/src/apiserver/server/
+api_converter.go); a terminated run ends as FAILED (backend/src/common/util/execution_spec.go); the names of a
+schedule's runs begin with 25 characters of its name (backend/src/apiserver/template/template.go); and the workflows
+that a schedule owns are deleted with it, so that their runs stay RUNNING for ever.
 """
 
 import json
@@ -30,6 +34,8 @@ class Server(HttpServer):
         self.runs: dict[str, dict[str, Any]] = {}
         self.recurring: dict[str, dict[str, Any]] = {}
         self.terminated: list[str] = []
+        self.lost: list[str] = []
+        """Runs whose workflow was deleted with its schedule while it was in progress."""
         self.on_run: Callable[[dict[str, Any]], None] = lambda run: None
         """Called with every run that is started directly, not by a schedule."""
         self.states: list[str] = ["SUCCEEDED"]
@@ -79,8 +85,7 @@ class Server(HttpServer):
                 self.on_run(run)
                 return run
             case "GET", ["runs"]:
-                runs = [{"state": "RUNNING", **run} for run in self.runs.values()]
-                return {"runs": [*runs, *self._scheduled_runs()]}
+                return {"runs": [{"state": "RUNNING", **run} for run in self.runs.values()]}
             case "POST", ["runs", run] if run.endswith(":terminate"):
                 run = run.removesuffix(":terminate")
                 if self.runs.get(run, {}).get("state", "RUNNING") not in ("PENDING", "RUNNING", "PAUSED"):
@@ -93,8 +98,12 @@ class Server(HttpServer):
                 if run not in self.runs:
                     raise Refused(404, f"run {run} not found")
                 state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-                tasks = [{"display_name": "train-stage", "state": state}]
-                return {"state": state, **self.runs[run], "run_details": {"task_details": tasks}}
+                history = [{"state": "RUNNING"}]
+                if self.runs[run].get("state") == "CANCELING":
+                    self.runs[run]["state"] = "FAILED"
+                    history.append({"state": "CANCELING"})
+                return {"state": state, **self.runs[run], "state_history": history,
+                        "run_details": {"task_details": _workflow_nodes(state)}}  # fmt: skip
             case "POST", ["recurringruns"]:
                 body = self._body(content, "V2beta1RecurringRun")
                 self._check_version(body["pipeline_version_reference"], latest=True)
@@ -103,12 +112,23 @@ class Server(HttpServer):
                     raise Refused(400, "cron: six fields expected")
                 if not 1 <= int(body["max_concurrency"]) <= 10:
                     raise Refused(400, "max_concurrency: 1 to 10")
-                return self._add(self.recurring, "recurring_run_id", {**body, "status": "ENABLED"})
+                schedule = self._add(self.recurring, "recurring_run_id", {**body, "status": "ENABLED"})
+                if body["trigger"].get("periodic_schedule"):  # its first run starts at once
+                    self.start_scheduled_run(schedule["recurring_run_id"])
+                return schedule
+            case "POST", ["recurringruns", schedule] if schedule.endswith(":disable"):
+                self.recurring[schedule.removesuffix(":disable")]["status"] = "DISABLED"
+                return {}
             case "GET", ["recurringruns"]:
                 return {"recurringRuns": list(self.recurring.values())}
             case "DELETE", ["recurringruns", schedule]:
                 if self.recurring.pop(schedule, None) is None:
                     raise Refused(404, f"recurring run {schedule} not found")
+                self.lost += [
+                    key
+                    for key, run in self.runs.items()
+                    if run.get("recurring_run_id") == schedule and run["state"] in ("PENDING", "RUNNING", "CANCELING")
+                ]
                 return {}
         raise Refused(404, f"{method} {path} not found")
 
@@ -117,13 +137,13 @@ class Server(HttpServer):
         check_fields(body, kind, [kfp_server_api])
         return dict(body)
 
-    def _scheduled_runs(self) -> list[dict[str, Any]]:
-        """Return one run for each schedule with an interval."""
-        return [
-            {"run_id": f"run-of-{key}", "display_name": f"{schedule['display_name']} 1", "recurring_run_id": key}
-            for key, schedule in self.recurring.items()
-            if schedule["trigger"].get("periodic_schedule")
-        ]
+    def start_scheduled_run(self, schedule_id: str) -> str:
+        """Start a run of the schedule and return its id."""
+        schedule = self.recurring[schedule_id]
+        name = f"{schedule['display_name'][:25]}trpbr-1-1482128149"
+        run = {"display_name": name, "recurring_run_id": schedule_id, "state": "RUNNING",
+               "runtime_config": schedule["runtime_config"]}  # fmt: skip
+        return str(self._add(self.runs, "run_id", run)["run_id"])
 
     def _check_version(self, reference: dict[str, Any], *, latest: bool) -> None:
         if reference["pipeline_id"] not in self.pipelines:
@@ -152,6 +172,16 @@ class Server(HttpServer):
         version = self._add(self.versions, "pipeline_version_id", {"pipeline_id": pipeline, "display_name": name})
         self.files[version["pipeline_version_id"]] = file
         return version
+
+
+def _workflow_nodes(state: str) -> list[dict[str, Any]]:
+    """The nodes of a workflow that has come to the train step; the pod of each step is called `executor`."""
+    steps = {"resolve-recipe": "SUCCEEDED", "train-stage": state}
+    nodes = [("survival-x7k2p", state), ("root-driver", "SUCCEEDED"), ("root", state), ("run", state)]
+    for step, step_state in steps.items():
+        nodes += [(f"{step}-driver", "SUCCEEDED"), (step, step_state), ("executor", step_state)]
+    return [{"task_id": f"node-{number}", "display_name": name, "state": node_state}
+            for number, (name, node_state) in enumerate(nodes)]  # fmt: skip
 
 
 def _filtered(entries: dict[str, dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:

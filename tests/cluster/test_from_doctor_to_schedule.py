@@ -73,18 +73,15 @@ def parameters(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> pipeline_server.PipelineServer:
-    """kfp's client, to terminate runs: there is no command for that."""
+    """kfp's client, to find the runs of a schedule."""
     return pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
 
 
-def runs_named(server: pipeline_server.PipelineServer, prefix: str) -> list[Any]:
+def runs_of_schedule(server: pipeline_server.PipelineServer, name: str) -> list[Any]:
+    schedule_ids = [schedule.recurring_run_id for schedule in server.schedules() if schedule.display_name == name]
     runs = server.call(server.client.list_runs, page_size=50, sort_by="created_at desc",
                         namespace=server.connection.namespace).runs or []  # fmt: skip
-    return [run for run in runs if run.display_name.startswith(prefix)]
-
-
-def terminate(server: pipeline_server.PipelineServer, run: Any) -> None:
-    server.call(server.client.terminate_run, run.run_id)
+    return [run for run in runs if run.recurring_run_id in schedule_ids]
 
 
 def test_the_doctor_finds_nothing_that_would_stop_a_run(parameters: list[str]) -> None:
@@ -128,9 +125,8 @@ def test_a_schedule_that_is_created_twice_is_one_schedule_and_starts_runs(
     try:
         listed = [line for line in pipeline("--list-schedules").stdout.splitlines() if line.startswith(schedule)]
         assert len(listed) == 1 and "every 60 s" in listed[0]
-        runs = wait_for(lambda: runs_named(server, schedule), 300)
+        (run,) = wait_for(lambda: runs_of_schedule(server, schedule), 300)
     finally:
-        assert pipeline("--unschedule", schedule).returncode == 0
-    for run in runs_named(server, schedule) or runs:
-        terminate(server, run)
+        assert pipeline("--unschedule", schedule, "--end-runs").returncode == 0
+    assert server.call(server.client.get_run, run.run_id).state in pipeline_server.ENDED
     assert schedule not in pipeline("--list-schedules").stdout

@@ -18,6 +18,7 @@ import pipeline
 import pipeline_cli
 import pipeline_server
 from tailtune.errors import UserError
+from tailtune.log import log
 from tailtune.recipe.load import load_recipe
 
 ROOT = Path(pipeline.__file__).parent
@@ -48,6 +49,19 @@ def test_exactly_the_compiled_file_is_uploaded_and_started(server: Server) -> No
     assert parameters["epochs"] == 2 and parameters["run_name"] == "mine" == run["display_name"]
     assert recipe["stages"][0]["trainer"]["weight_decay"] == 0.1 and recipe["local"] == {}
     assert next(iter(server.experiments.values()))["display_name"] == "tailtune"
+
+
+def test_a_second_run_of_a_name_is_refused_while_the_first_is_active(server: Server) -> None:
+    assert invoke("--submit", "--run-name", "mine").exit_code == 0
+    (run,) = server.runs
+    refused = invoke("--submit", "--run-name", "mine", "-p", "learning_rate=1e-3")
+    assert refused.exit_code == 2 and list(server.runs) == [run]
+    assert refused.stderr == (
+        f"error: run 'mine' is already in progress, as pipeline run {run}; wait for it, end it with "
+        f"python pipeline.py --cancel {run}, or choose another --run-name\n"
+    )
+    server.runs[run]["state"] = "FAILED"
+    assert invoke("--submit", "--run-name", "mine").exit_code == 0
 
 
 @pytest.mark.parametrize("mode", [["--submit"], ["--schedule", "0 2 * * *"], ["--schedule", "0 2 * * *", "--latest"]])
@@ -103,6 +117,36 @@ def test_watching_ends_with_the_run(
     assert f"the run {states[-1].lower()}" in result.stderr
 
 
+def test_watching_prints_each_step_once_per_state(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level("INFO", "tailtune")
+    server.states = ["RUNNING", "RUNNING", "RUNNING", "SUCCEEDED"]
+    assert invoke("--submit", "--watch").exit_code == 0
+    assert [message for message in caplog.messages if message.startswith("run: ")] == [
+        "run: resolve-recipe succeeded", "run: train-stage running", "run: train-stage succeeded"
+    ]  # fmt: skip
+
+
+def test_the_steps_are_those_that_run_a_container() -> None:
+    assert pipeline_cli.step_names(COMPILED) == {
+        "check-cluster", "resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage",
+        "evaluate-model", "promotion-gate", "write-report", "write-report-2", "fail-if-rejected", "stop-jobs",
+    }  # fmt: skip
+
+
+def test_a_terminated_run_was_cancelled_although_the_server_calls_it_failed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("--submit", "--run-name", "mine").exit_code == 0
+    (run,) = server.runs
+    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
+    client.terminate("mine")
+    assert client.watch(run, (), 30) == "CANCELED" and server.runs[run]["state"] == "FAILED"
+
+
 def test_watching_retries_a_failing_server_and_ends_with_the_timeout(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,10 +155,10 @@ def test_watching_retries_a_failing_server_and_ends_with_the_timeout(
     invoke("--submit")
     (run,) = server.runs
     server.statuses, server.states = [503, 500], ["RUNNING", "SUCCEEDED"]
-    assert client.watch(run, None) == "SUCCEEDED"
+    assert client.watch(run, (), None) == "SUCCEEDED"
     server.states = ["RUNNING"]
     with pytest.raises(UserError, match=r"the run has not ended after 0 s; see http"):
-        client.watch(run, 0.0)
+        client.watch(run, (), 0.0)
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "log in with oc login"), (403, "check your rights")])
@@ -150,6 +194,59 @@ def test_applying_a_schedule_twice_leaves_one(server: Server) -> None:
     assert invoke("--unschedule", "survival").exit_code == 2
 
 
+def schedule_with_a_run(server: Server) -> tuple[str, str]:
+    """Create a schedule; return its id and that of its first run."""
+    created = invoke("--schedule", "every 6 hours", "--schedule-name", "a-schedule-with-a-long-name")
+    assert created.exit_code == 0, created.stderr
+    (schedule,), (run,) = server.recurring, server.runs
+    return schedule, run
+
+
+def test_a_schedule_is_not_deleted_while_its_run_is_in_progress(server: Server) -> None:
+    schedule, run = schedule_with_a_run(server)
+    result = invoke("--unschedule", "a-schedule-with-a-long-name")
+    assert result.exit_code == 0 and not server.lost and server.recurring[schedule]["status"] == "DISABLED"
+    assert result.stderr.startswith(
+        f"schedule 'a-schedule-with-a-long-name' is disabled and starts no more runs; run {run} goes on. "
+    )
+    server.runs[run]["state"] = "SUCCEEDED"
+    again = invoke("--unschedule", "a-schedule-with-a-long-name")
+    assert again.stderr == "schedule 'a-schedule-with-a-long-name' deleted\n"
+    assert not server.recurring and not server.lost and not server.terminated
+
+
+def test_a_schedules_runs_are_ended_when_asked_to(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    _, run = schedule_with_a_run(server)
+    result = invoke("--unschedule", "a-schedule-with-a-long-name", "--end-runs")
+    assert result.exit_code == 0, result.stderr
+    assert server.terminated == [run] and not server.recurring and not server.lost
+    assert "runs ended: 1" in result.stderr and result.stderr.endswith("deleted\n")
+
+
+def test_a_changed_schedule_leaves_the_run_of_the_earlier_one(server: Server) -> None:
+    earlier, run = schedule_with_a_run(server)
+    changed = invoke("--schedule", "0 2 * * *", "--schedule-name", "a-schedule-with-a-long-name")
+    assert changed.exit_code == 0 and not server.lost and not server.terminated
+    assert f"the earlier schedule is disabled; run {run} goes on, and the next change" in changed.stderr
+    assert server.recurring.pop(earlier)["status"] == "DISABLED"
+    (schedule,) = server.recurring.values()
+    assert schedule["status"] == "ENABLED"
+
+
+def test_the_runs_of_a_schedule_are_cancelled_by_its_name(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server cuts the schedule's name in the names of its runs."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    _, run = schedule_with_a_run(server)
+    assert invoke("--cancel", "a-schedule-with-a-long-name").exit_code == 0
+    assert server.terminated == [run]
+
+
 @pytest.mark.parametrize(
     ("when", "cron"),
     [("0 2 * * *", "0 0 2 * * *"), ("15 0 2 * * *", "15 0 2 * * *"), ("*/10 8-18 * * 1-5", "0 */10 8-18 * * 1-5")],
@@ -169,12 +266,12 @@ def test_a_wrong_schedule_is_refused_before_anything_is_uploaded(server: Server,
 
 
 def test_a_schedule_of_the_latest_version_carries_only_the_given_parameters(server: Server) -> None:
-    assert invoke("--schedule", "every 6 hours", "--latest", "-p", "epochs=1").exit_code == 0
+    assert invoke("--schedule", "0 2 * * *", "--latest", "-p", "epochs=1").exit_code == 0
     (schedule,) = server.recurring.values()
     assert schedule["runtime_config"]["parameters"] == {"epochs": 1}, "the recipe is always that of the version"
-    refused = invoke("--schedule", "every 6 hours", "--latest", "-p", "data.skip_unchanged=true")
+    refused = invoke("--schedule", "0 2 * * *", "--latest", "-p", "data.skip_unchanged=true")
     assert refused.exit_code == 2 and "so -p data.skip_unchanged has no place" in refused.stderr
-    pinned = invoke("--schedule", "every 6 hours", "-p", "data.skip_unchanged=true")
+    pinned = invoke("--schedule", "0 2 * * *", "-p", "data.skip_unchanged=true")
     assert pinned.exit_code == 0, pinned.stderr
     (schedule,) = server.recurring.values()
     assert json.loads(schedule["runtime_config"]["parameters"]["recipe"])["data"]["skip_unchanged"] is True
@@ -242,7 +339,10 @@ def test_cancelling_by_display_name_deletes_the_jobs_of_the_run(
         unknown = invoke("--cancel", "unknown")
         assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; the dash" in unknown.stderr
         kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[1] != "kubeflow.org"]
-        refused = invoke("--cancel", "mine")
+        ended = invoke("--cancel", "mine")
+        assert ended.exit_code == 0 and "runs ended: 1, jobs deleted: 0" in ended.stderr
+        assert "jobs are left to the run's own steps: this account is not allowed to list training jobs" in ended.stderr
+        refused = invoke("--cancel", "unknown")
         assert refused.exit_code == 2 and "not allowed to list training jobs" in refused.stderr
 
 
