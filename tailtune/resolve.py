@@ -8,6 +8,7 @@ from tailtune.errors import UserError
 from tailtune.files import free_bytes, write_json
 from tailtune.imports import uncollected
 from tailtune.log import log
+from tailtune.owner import take_ownership
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
@@ -26,7 +27,8 @@ def resolve_run(
 ) -> Run:
     """Check everything that can be checked without data, and write `run.json`. Raises UserError.
 
-    A run without a name takes the id of the pipeline's run.
+    A run without a name takes the id of the pipeline's run. On a cluster, a run of the same name that has not ended is
+    an error.
     """
     name = run_name or pipeline_run
     check_run_name(name, "run_name")
@@ -44,6 +46,8 @@ def resolve_run(
     if not local:
         free = ", ".join(f"{MOUNTS[field]} {free_bytes(path) / 1e9:.0f} GB" for field, path in directories.items())
         log.info("resolve: free on the volumes: %s", free)
+    if run.pipeline_run:
+        take_ownership(run, _is_active)
     if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
     write_json(run.run_path, run.model_dump(mode="json"))
@@ -54,6 +58,12 @@ def resolve_run(
         without_secrets(recipe.data.source),
     )
     return run
+
+
+def _is_active(pipeline_run: str) -> bool:
+    from tailtune.jobs.kubernetes import KubernetesClient
+
+    return KubernetesClient().pipeline_run_is_active(pipeline_run)
 
 
 def check_run_name(name: str, parameter: str) -> None:

@@ -96,6 +96,11 @@ class Run(Config):
         return self.workspace_dir / "verdict.json"
 
     @property
+    def owner_path(self) -> Path:
+        """Id of the pipeline run that these directories belong to."""
+        return self.workspace_dir / "owner.json"
+
+    @property
     def bad_input_path(self) -> Path:
         """Why the training cannot succeed, for the next attempt of its step."""
         return self.workspace_dir / "bad_input.json"

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.files import read_json, write_json
+from tailtune.files import read_json
 from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.run import DATA_FILE
+
+CHECKPOINT_KEY = "key.json"
+"""File of a checkpoint with the key of the training that wrote it."""
 
 
 def training_key(recipe: Recipe, stage: Stage, data_dir: Path, model_dir: Path) -> dict[str, Any]:
@@ -61,17 +64,20 @@ def has_trained(checkpoints: Path) -> bool:
     return any(checkpoints.glob("checkpoint-*/complete.json"))
 
 
-def claim_checkpoints(checkpoints: Path, key: dict[str, Any]) -> None:
-    """Write the key next to the checkpoints. Raises UserError when they were made with another one."""
-    path = checkpoints / "key.json"
-    old = read_json(path)
-    if old is None or not has_trained(checkpoints):
-        write_json(path, key)
-    elif changed := differences(old, json.loads(json.dumps(key))):
-        raise UserError(
-            f"the checkpoints in {checkpoints} were made with other settings ({', '.join(changed)})",
-            f"choose another --run-name or --output-dir, or delete {checkpoints}",
-        )
+def refuse_other_checkpoints(checkpoints: Path, key: dict[str, Any]) -> None:
+    """Raise UserError when a complete checkpoint was made with another key.
+
+    Each checkpoint contains the key of the ranks that wrote it, not of those that will read it: another run's ranks may
+    still save one while they are being stopped.
+    """
+    for path in sorted(checkpoints.glob("checkpoint-*/complete.json")):
+        old = read_json(path.with_name(CHECKPOINT_KEY))
+        changed = differences(old, json.loads(json.dumps(key))) if old else ["their version of tailtune"]
+        if changed:
+            raise UserError(
+                f"the checkpoints in {checkpoints} were made with other settings ({', '.join(changed)})",
+                f"choose another --run-name or --output-dir, or delete {checkpoints}",
+            )
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

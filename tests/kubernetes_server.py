@@ -46,7 +46,7 @@ ALLOWED = (
     # (verb, group, resource): the part of the role of pipeline-runner-dspa that the tests need
     ("*", "kubeflow.org", "*"), ("*", "", "pods"), ("*", "", "pods/log"), ("*", "", "persistentvolumeclaims"),
     ("*", "", "services"), ("get", "", "secrets"), ("list", "", "secrets"), ("get", "", "configmaps"),
-    ("create", "authorization.k8s.io", "selfsubjectaccessreviews"),
+    ("create", "authorization.k8s.io", "selfsubjectaccessreviews"), ("list", "argoproj.io", "workflows"),
 )  # fmt: skip
 
 
@@ -69,6 +69,8 @@ class Faults:
     kill_pods: list[str] = field(default_factory=list)
     """Pods (such as `worker-0`) that are killed with SIGKILL once they have printed `kill_at`."""
     kill_at: str = "step 2/"
+    init_restarts: int = 0
+    """How often the init container of each worker restarts, because the first node is not there yet."""
     exit_codes: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By pod: exit code and reason (such as 137, OOMKilled) with which its container ends instead of running."""
 
@@ -86,6 +88,7 @@ class Pod:
             "status": {"phase": "Pending", "conditions": [], "containerStatuses": []},
         }  # fmt: skip
         self.container = template.spec["containers"][0]
+        self.init_restarts = 0
         self.lines: list[list[str]] = [[]]
         """For each start of the container, its lines with timestamps."""
         self.changed = threading.Condition()
@@ -120,6 +123,8 @@ class Pod:
         while faults.image and not self.deleted.wait(0.05):
             message = f"Back-off pulling image {self.container['image']}"
             self.set_state("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": message}})
+        if self.role.startswith("worker"):  # the operator's init-pytorch waits for the first node
+            self.init_restarts = faults.init_restarts
         last = None
         while not self.deleted.is_set():
             started = now()
@@ -133,7 +138,8 @@ class Pod:
             with self.changed:
                 self.lines.append([])
             self.set_state("Running", {"waiting": {"reason": "CrashLoopBackOff"}}, last)
-            self.deleted.wait(0.2)
+            self.server.restarts[self.role] = self.restarts
+            self.deleted.wait(1)  # 10 s, and twice as long each time, on a real node
         return 143
 
     def _run_once(self, last: dict[str, Any] | None) -> tuple[int, str, str]:
@@ -207,6 +213,10 @@ class Server(HttpServer):
         """User of the last access review, if it was another user than the client's own."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         """Other objects that can be read, by (resource, project/name)."""
+        self.restarts: dict[str, int] = {}
+        """How often each pod's container was restarted, the pods of deleted jobs included."""
+        self.workflows: dict[str, str] = {}
+        """Argo's phase of the workflow of each pipeline run, by the run's id."""
         self.step_pods: dict[str, str] = {}
         """Phase of each pod of a pipeline step that exists."""
         self.lock = threading.RLock()
@@ -316,6 +326,12 @@ class Server(HttpServer):
             return self._read_object(*match.groups())
         if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everyone has access to discovery
             raise Refused(404, "404 page not found")
+        if path == f"/apis/argoproj.io/v1alpha1/namespaces/{NAMESPACE}/workflows" and method == "GET":
+            if not may(self.allowed, "list", "argoproj.io", "workflows"):
+                raise Refused(403, "workflows.argoproj.io is forbidden")
+            workflows = [{"metadata": {"labels": {"pipeline/runid": run}}, "status": {"phase": phase}}
+                         for run, phase in self.workflows.items()]  # fmt: skip
+            return {"kind": "WorkflowList", "items": [each for each in workflows if _matches(each, query)]}
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:
                 pods = [pod.manifest for pods in self.pods.values() for pod in pods]
@@ -491,7 +507,8 @@ class Server(HttpServer):
             self.pods.pop(name, None)
 
     def too_many_restarts(self, pod: Pod) -> bool:
-        return sum(p.restarts for p in self.pods.get(pod.job, [])) >= self._limits.get(pod.job, 0)
+        """The sum over all containers, init containers included: training-operator 1.9, pkg/core/job.go."""
+        return sum(p.restarts + p.init_restarts for p in self.pods.get(pod.job, [])) >= self._limits.get(pod.job, 0)
 
     def delete_job(self, name: str) -> None:
         with self.lock:

@@ -55,7 +55,7 @@ class TrainingOperator:
     """The controller of PyTorchJob."""
 
     group, version, kind, plural = "kubeflow.org", "v1", "PyTorchJob", "pytorchjobs"
-    deletes_failed_pods = False
+    deletes_failed_pods = True  # before the condition Failed: training-operator 1.9, pkg/controller.v1/common/job.go
 
     def check(self, job: Manifest) -> None:
         check_fields(job, "KubeflowOrgV1PyTorchJob", (training_models, kubernetes_models))

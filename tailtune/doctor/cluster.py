@@ -83,15 +83,19 @@ def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
     token = cluster.configuration.get_api_key_with_prefix("authorization") or ""
     try:
         response = requests.get(f"{address}/apis/v1beta1/healthz", headers={"Authorization": token},
-                                verify=os.environ.get("TAILTUNE_CA_FILE") or cluster.configuration.ssl_ca_cert or True,
+                                verify=os.environ.get("TAILTUNE_CA_FILE") or True,  # not the CA of the cluster's API
                                 timeout=SERVER_TIMEOUT_SECONDS)  # fmt: skip
         response.raise_for_status()
         version = str(response.json().get("tag_name") or "")
         too_old = Version(version) < OLDEST_SERVER
+    except requests.exceptions.SSLError:
+        yield Finding(check, WARNING, f"the certificate of {address} is not trusted here",
+                      "put the CA of the cluster's router into a file, and name it in TAILTUNE_CA_FILE")  # fmt: skip
     except OSError as error:  # the base class of requests' errors; also raised for a missing file of certificates
         yield Finding(check, WARNING, f"{address} does not answer: {type(error).__name__}", f"curl -v {address}")
     except (InvalidVersion, AttributeError):
-        yield Finding(check, OK, f"{address}; it does not report its version; {OLDEST_SERVER} or newer is needed")
+        yield Finding(check, UNKNOWN, f"{address} does not report its version; {OLDEST_SERVER} or newer is needed",
+                      "look up the version of OpenShift AI in the dashboard: 3.0 or newer is needed")  # fmt: skip
     else:
         message = f"{address}, version {version}; {OLDEST_SERVER} or newer is needed"
         yield (

@@ -6,7 +6,7 @@ from typing import Any
 from kubernetes import client
 
 from tailtune.errors import UserError
-from tailtune.jobs.job import label_value
+from tailtune.jobs.job import PIPELINE_RUN_LABEL, label_value
 from tailtune.jobs.kubernetes import KubernetesClient, in_words
 from tailtune.jobs.objects import JOB_KINDS, LAUNCHER_ANNOTATION, MANAGED_SELECTOR, Jobs
 
@@ -19,8 +19,8 @@ def cancel(
     `run` is the run's name, shared by all pipeline runs with this name; `pipeline_run` is the id of one pipeline run.
     Raises UserError if this account is not allowed to list the jobs.
     """
-    label = f"run={label_value(run)}" if run else f"pipeline-run={label_value(pipeline_run or '')}"
-    return _delete_all(cluster, f"{MANAGED_SELECTOR},tailtune.io/{label}", lambda manifest: True, dry_run)
+    label = f"tailtune.io/run={label_value(run)}" if run else f"{PIPELINE_RUN_LABEL}={label_value(pipeline_run or '')}"
+    return _delete_all(cluster, f"{MANAGED_SELECTOR},{label}", lambda manifest: True, dry_run)
 
 
 def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list[str]:

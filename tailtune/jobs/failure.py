@@ -39,9 +39,14 @@ CLASSES = (
     ),
     FailureClass(
         "out of memory on the host",
-        r"OOMKilled|exit status (-9|137)\b|DefaultCPUAllocator"
-        r"|DataLoader worker \(pid \d+\) is killed by signal: Killed",
+        r"OOMKilled|DefaultCPUAllocator",
         "raise resources.memory, or set stages.0.tail.cache=disk",
+    ),
+    FailureClass(
+        "killed from outside",
+        r"exit status (-9|137)\b|is killed by signal: Killed",
+        "look for a reboot, an eviction or an OOM kill in oc get events and oc describe node, and run again to resume "
+        "from the last checkpoint",
     ),
     FailureClass(
         "a GPU or its driver",

@@ -16,10 +16,17 @@ from kubernetes import client
 from tailtune.errors import UserError
 from tailtune.jobs import pods
 from tailtune.jobs.failure import explain
-from tailtune.jobs.job import Job, JobFailed
+from tailtune.jobs.job import PIPELINE_RUN_LABEL, Job, JobFailed
 from tailtune.jobs.kubernetes import CALL_TIMEOUT_SECONDS, KubernetesClient, in_words
 from tailtune.jobs.logs import PodLog
-from tailtune.jobs.objects import FINGERPRINT_ANNOTATION, JOB_KINDS, SHORT_TIMEOUT_SECONDS, Jobs, choose_kind
+from tailtune.jobs.objects import (
+    FINGERPRINT_ANNOTATION,
+    JOB_KINDS,
+    LAUNCHER_ANNOTATION,
+    SHORT_TIMEOUT_SECONDS,
+    Jobs,
+    choose_kind,
+)
 from tailtune.jobs.progress import ProgressReporter
 from tailtune.log import log
 from tailtune.signals import on_stop
@@ -33,6 +40,7 @@ NO_PODS_SECONDS = 60
 """Report a job that still has no pods after this many seconds."""
 STUCK_SECONDS = 300
 """Give up after this many seconds on a problem that rarely resolves itself, for example an image that is not found."""
+OUT_OF_MEMORY = "OOMKilled"
 CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
@@ -106,6 +114,13 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
             log.info("train: job %s already exists and is %s: following it", job.name, state)
             jobs.adopt(job.name)
             return
+        launcher = str(annotations.get(LAUNCHER_ANNOTATION) or "")
+        is_foreign = _pipeline_run(manifest) != job.pipeline_run and state in ("waiting", "running")
+        if is_foreign and launcher and jobs.cluster.pod_is_alive(launcher):
+            raise JobFailed(
+                f"job '{job.name}' is {state} and belongs to pipeline run {_pipeline_run(manifest)}",
+                "wait for that run, end it with python pipeline.py --cancel, or choose another --run-name",
+            )
         log.info("train: replacing job %s from an earlier attempt (%s)", job.name, state)
         _delete(job.name, jobs)
         give_up_at = time.monotonic() + DELETE_SECONDS
@@ -125,6 +140,10 @@ def _create_or_adopt(job: Job, jobs: Jobs) -> None:
             return
         raise JobFailed(f"job '{job.name}' was refused: {in_words(error)}", "run tailtune doctor") from None
     log.info("train: job %s created; nodes: %d, ranks per node: %d", job.name, job.num_nodes, job.ranks_per_node)
+
+
+def _pipeline_run(manifest: dict[str, Any]) -> str:
+    return str((manifest["metadata"].get("labels") or {}).get(PIPELINE_RUN_LABEL, ""))
 
 
 def _delete(name: str, jobs: Jobs) -> None:
@@ -176,6 +195,11 @@ class Follower:
             raise JobFailed(
                 f"job '{job.name}' was deleted while it ran", "run again to resume from its last checkpoint"
             )
+        if (other := _pipeline_run(manifest)) != job.pipeline_run:
+            raise JobFailed(
+                f"job '{job.name}' was replaced by that of pipeline run {other}, which has the same name",
+                "let that run finish, or give each run a --run-name of its own",
+            )
         state, reason = jobs.kind.state(manifest)
         self._follow_logs(job_pods)
         self._report_pending_pods(job_pods)
@@ -190,7 +214,9 @@ class Follower:
         failures = pods.failures(self._last_seen.values())
         if state == "failed":
             raise explain(job.name, failures, reason)
-        if any(failure.user_error for failure in failures):  # a restarted pod would fail in the same way
+        num_restarts = max((pods.num_restarts(pod) for pod in job_pods), default=0)  # one fault may end all pods
+        would_recur = any(failure.user_error or failure.reason == OUT_OF_MEMORY for failure in failures)
+        if would_recur or num_restarts > job.max_restarts:
             _delete(job.name, jobs)
             raise explain(job.name, failures, reason)
         self._check_time_limits(job_pods)

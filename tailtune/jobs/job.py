@@ -9,6 +9,8 @@ from typing import Any
 
 from tailtune.errors import UserError
 
+PIPELINE_RUN_LABEL = "tailtune.io/pipeline-run"
+
 
 @dataclass(frozen=True)
 class PodSpec:
@@ -55,6 +57,11 @@ class Job:
     """None for a job on this machine."""
     progress_path: Path | None = None
     """File that rank 0 keeps up to date with the training's progress (progress.py); None if it writes none."""
+
+    @property
+    def pipeline_run(self) -> str:
+        """The pipeline run that the job belongs to, as a label value."""
+        return self.labels.get(PIPELINE_RUN_LABEL, "")
 
     def clear_progress(self) -> None:
         """Delete the progress of an earlier attempt, so that it is not taken for that of a new job."""

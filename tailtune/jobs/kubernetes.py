@@ -21,6 +21,10 @@ TOKEN_SECONDS = 30
 """How long to keep retrying while the token of a pod is refused."""
 CALL_TIMEOUT_SECONDS = (10, 60)
 """Timeouts for connecting and for reading."""
+WORKFLOW_RUN_LABEL = "pipeline/runid"
+"""KFP's label of a run's workflow: backend/src/common/util/consts.go, LabelKeyWorkflowRunId, of kubeflow/pipelines."""
+WORKFLOW_ENDED = ("Succeeded", "Failed", "Error")
+"""Argo's final phases: pkg/apis/workflow/v1alpha1/workflow_types.go, WorkflowPhase.Completed."""
 LOG_IN = ("the cluster refuses the token", "log in again with oc login")
 STALE_TOKEN = (
     "the cluster refuses the token of this step's service account, and there is no newer one",
@@ -38,6 +42,7 @@ class KubernetesClient:
         self.in_pod = bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and (SERVICE_ACCOUNT / "token").is_file()
         """Whether the credentials are those of a pod's service account, and not of a login."""
         self._has_answered = False
+        self._failing_since: float | None = None
         self.configuration = client.Configuration()
         self._connect()
         self.namespace = namespace or _namespace()
@@ -87,7 +92,9 @@ class KubernetesClient:
             return cause.status in TEMPORARY_STATUSES
 
         def log_failure(error: BaseException, attempt: int, wait_seconds: float) -> None:
-            log.warning("the cluster's API fails (%s), trying again", in_words(error))
+            if self._failing_since is None:  # one line when an outage begins, and one when it ends
+                self._failing_since = time.monotonic()
+                log.warning("the cluster's API fails (%s), trying again", in_words(error))
 
         try:
             result = retry(
@@ -98,6 +105,9 @@ class KubernetesClient:
                 on_retry=log_failure,
             )
             self._has_answered = True
+            if self._failing_since is not None:
+                log.info("the cluster's API answers again, after %.0f s", time.monotonic() - self._failing_since)
+                self._failing_since = None
             return result
         except (RuntimeError, HTTPError, OSError, client.ApiException) as error:
             cause = _cause(error)
@@ -163,6 +173,27 @@ class KubernetesClient:
                 return False
             raise
         return pod.status.phase in ("Pending", "Running")
+
+    def pipeline_run_is_active(self, run_id: str) -> bool:
+        """Whether a run of the pipeline server has not ended, according to its workflow.
+
+        An account that is not allowed to list workflows cannot know: the run then counts as ended, with a warning.
+        """
+        path = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
+        selector = f"{WORKFLOW_RUN_LABEL}={run_id}"
+        try:
+            answer = self.call(
+                lambda: self.custom.list_namespaced_custom_object(
+                    *path, label_selector=selector, _request_timeout=CALL_TIMEOUT_SECONDS
+                )
+            )
+        except client.ApiException as error:
+            if error.status not in (403, 404):
+                raise
+            log.warning("whether pipeline run %s has ended is unknown (%s)", run_id, in_words(error))
+            return False
+        phases = [(workflow.get("status") or {}).get("phase") for workflow in answer["items"]]
+        return any(phase not in WORKFLOW_ENDED for phase in phases)
 
 
 def _cause(error: BaseException) -> BaseException:

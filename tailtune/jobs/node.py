@@ -31,8 +31,10 @@ def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={first}:{port}",
         f"--rdzv-id={job}",
-        # is_host: the first node might not recognise itself by name. Timeouts: others may still be pulling their image
-        f"--rdzv-conf=is_host={int(is_first)},join_timeout={start_seconds},timeout={start_seconds}",
+        # is_host: the first node might not recognise itself by name. Timeouts: others may still be pulling their image;
+        # the c10d backend connects with read_timeout, 60 s by default (torch's c10d_rendezvous_backend.py)
+        f"--rdzv-conf=is_host={int(is_first)},"
+        + ",".join(f"{name}={start_seconds}" for name in ("join_timeout", "timeout", "read_timeout")),
         # other pods cannot resolve this one's name
         *([f"--local-addr={environment['POD_IP']}"] if environment.get("POD_IP") else []),
         "--tee=3",

@@ -20,6 +20,8 @@ CONTAINER = "pytorch"
 POD_SELECTOR = "training.kubeflow.org/job-name={name}"
 PROGRESS_ANNOTATION = ""
 """None: the dashboard shows no progress for this kind."""
+SPARE_RESTARTS = 50
+"""For init containers, which wait for the first node, and for restarts while no launcher is there to count them."""
 KEEP_SECONDS = 7 * 24 * 3600
 """How long a finished job is kept, with its pods' logs."""
 
@@ -46,7 +48,9 @@ def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str]
                 clean_pod_policy="Running",
                 ttl_seconds_after_finished=KEEP_SECONDS,
                 active_deadline_seconds=job.deadline_seconds,
-                backoff_limit=job.max_restarts,
+                # the operator compares it with the restarts of all containers of all pods, init containers included
+                # (training-operator 1.9, pkg/core/job.go); the launcher counts those of the training container
+                backoff_limit=job.max_restarts * job.num_nodes + SPARE_RESTARTS,
             ),
             pytorch_replica_specs=specs,
         ),

@@ -5,11 +5,20 @@ from pathlib import Path
 from tailtune.errors import UserError
 from tailtune.files import read_json, write_json, write_text
 from tailtune.jobs import local
-from tailtune.jobs.job import BadInput, Job, JobFailed, PodSpec, job_name, label_value, parse_user_error
+from tailtune.jobs.job import (
+    PIPELINE_RUN_LABEL,
+    BadInput,
+    Job,
+    JobFailed,
+    PodSpec,
+    job_name,
+    label_value,
+    parse_user_error,
+)
 from tailtune.log import log
 from tailtune.manifest import read_manifest
 from tailtune.run import MOUNTS, Run
-from tailtune.training_key import claim_checkpoints, training_key
+from tailtune.training_key import refuse_other_checkpoints, training_key
 
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
@@ -28,7 +37,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
         write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
         log.info("train: best_model/ is already complete, nothing to train")
         return run.best_model_dir
-    claim_checkpoints(run.models_dir / "checkpoints", key)
+    refuse_other_checkpoints(run.models_dir / "checkpoints", key)
     write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
     job = make_job(run, data_dir, model_dir, recipe_path, trainer_image)
     if run.local:
@@ -71,7 +80,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         "app.kubernetes.io/managed-by": "tailtune",
         "app.kubernetes.io/instance": label_value(run.name),
         "tailtune.io/run": label_value(run.name),
-        "tailtune.io/pipeline-run": label_value(run.pipeline_run),
+        PIPELINE_RUN_LABEL: label_value(run.pipeline_run),
         "tailtune.io/recipe": recipe.name,
         "tailtune.io/stage": stage.name,
     }
@@ -105,6 +114,11 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
             "DATA_DIR": str(data_dir),
             "OUTPUT_DIR": str(run.models_dir),
             "HIDDEN_STATE_CACHE_DIR": str(run.hidden_state_cache_dir),
+            **(
+                {"TAILTUNE_OWNER_FILE": str(run.owner_path), "TAILTUNE_PIPELINE_RUN": run.pipeline_run}
+                if run.pipeline_run
+                else {}
+            ),
         },
         labels=labels,
         start_seconds=resources.start_seconds,

@@ -19,8 +19,15 @@ Quantity = Annotated[
     Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$"),
 ]
 """A quantity as Kubernetes writes it: `6`, `500m`, `20Gi`."""
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-"""Name of a Kubernetes object."""
+VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
+KFP_VOLUMES = frozenset({
+    "kfp-launcher", "gcs-scratch", "s3-scratch", "minio-scratch", "dot-local-scratch", "dot-cache-scratch",
+    "dot-config-scratch", "kfp-workspace", "artifact-local-root", "ca-bundle", "custom-ca", "var-run-argo",
+    "tmp-dir-argo",
+})  # fmt: skip
+"""Volumes that a step's pod has already: kubeflow/pipelines 2.14 to 2.17, backend/src/v2/compiler/argocompiler
+(`ca-bundle` became `custom-ca` in 2.16), and Argo's own."""
 
 
 class SmallModel(Config):
@@ -195,6 +202,8 @@ class Resources(Config):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     shutdown_seconds: Annotated[int, Field(ge=1)] = 300
     """How long the ranks may take to write a checkpoint after SIGTERM before they are killed."""
+    checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
+    """A checkpoint is saved at least this often, the first after a minute at the latest."""
     # Per pod, on a cluster:
     gpu: str = "nvidia.com/gpu"
     """Name of the GPU resource. Empty: train on the CPU."""
@@ -219,16 +228,31 @@ class Resources(Config):
 class ClusterNames(Config):
     """Names of the volume claims and secrets on a cluster."""
 
-    data_claim: Name = "training-data-pvc"
+    data_claim: VolumeName = "training-data-pvc"
     """Volume claims. Training on several nodes needs ReadWriteMany."""
-    models_claim: Name = "trained-models-pvc"
-    workspace_claim: Name = "workspace-pvc"
-    hf_secret: Name = "huggingface-token"
+    models_claim: VolumeName = "trained-models-pvc"
+    workspace_claim: VolumeName = "workspace-pvc"
+    hf_secret: VolumeName = "huggingface-token"
     """Secrets are mounted as files into the steps that fetch; missing ones are ignored. Key of this one: `token`."""
-    s3_secret: Name = "data-connection"
+    s3_secret: VolumeName = "data-connection"
     """Keys as in an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
-    ca_secret: Name = "ca-bundle"
+    ca_secret: VolumeName = "tailtune-ca"
     """Key `ca-bundle.crt`: certificates to trust in addition to the public ones."""
+
+    @model_validator(mode="after")
+    def _volumes_do_not_clash(self) -> "ClusterNames":
+        """The claims may be one claim; the secrets are volumes of their own, next to the claims and KFP's volumes."""
+        claims = {self.data_claim, self.models_claim, self.workspace_claim}
+        taken = {*KFP_VOLUMES, *claims}
+        for field in ("data_claim", "models_claim", "workspace_claim", "hf_secret", "s3_secret", "ca_secret"):
+            name = getattr(self, field)
+            if name in KFP_VOLUMES:
+                raise ValueError(f"{field} '{name}' is the name of a volume of the pipeline server; choose another")
+            if field.endswith("_secret"):
+                if name in taken:
+                    raise ValueError(f"{field} '{name}' is also the name of another claim or secret; choose another")
+                taken.add(name)
+        return self
 
 
 class Hardware(Config):

@@ -1,8 +1,9 @@
 """The entry of every rank: `torchrun … -m tailtune.train`, on a cluster, a laptop or bare machines.
 
 Precedence: recipe < `-p` parameters < environment (EPOCHS, BATCH_SIZE, LEARNING_RATE, DATA_DIR, OUTPUT_DIR,
-HIDDEN_STATE_CACHE_DIR, TAILTUNE_ERROR_FILE). Only this module reads the training container's environment. WORLD_SIZE,
-RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, never from here.
+HIDDEN_STATE_CACHE_DIR, TAILTUNE_ERROR_FILE, TAILTUNE_OWNER_FILE, TAILTUNE_PIPELINE_RUN). Only this module reads the
+training container's environment. WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the
+operator, never from here.
 """
 
 import importlib
@@ -15,6 +16,7 @@ import click
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers would report their use
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores
 
+from tailtune import owner
 from tailtune.errors import UserError
 from tailtune.files import write_json
 from tailtune.imports import uncollected
@@ -61,7 +63,14 @@ def main(
         with uncollected():
             kind = importlib.import_module(f"tailtune.kinds.{stage.kind}.train")
             from tailtune.train.run import Paths, leave_process_group, train
-        status = train(resolved, stage, Paths(data, model_dir, output, Path(cache)), kind.make_trainer)
+        owner_path, own_id = os.environ.get("TAILTUNE_OWNER_FILE"), os.environ.get("TAILTUNE_PIPELINE_RUN", "")
+
+        def refuse_if_taken_over() -> None:
+            if owner_path:
+                owner.refuse_if_taken_over(Path(owner_path), own_id)
+
+        paths = Paths(data, model_dir, output, Path(cache))
+        status = train(resolved, stage, paths, kind.make_trainer, refuse_if_taken_over)
         leave_process_group()
     except UserError as error:
         report(error)

@@ -20,18 +20,23 @@ from transformers import TrainerCallback, TrainerState
 from tailtune.files import write_json
 from tailtune.log import log
 
+FIRST_CHECKPOINT_SECONDS = 60
 
-class StopOnSignal(TrainerCallback):
-    """On SIGTERM or SIGINT, finishes the step, saves a checkpoint and stops, at the same step on all ranks.
 
-    The signal reaches the ranks at different moments, and a rank that stopped one step early would leave the others
-    waiting in the all-reduce. So the ranks agree after each step, over gloo on the CPU: with NCCL, that would cost a
-    device synchronisation.
+class SaveByTime(TrainerCallback):
+    """Saves a checkpoint after a minute and then every `checkpoint_seconds`, in addition to Trainer's own.
+
+    On SIGTERM or SIGINT, it finishes the step, saves a checkpoint and stops. Both happen at the same step on all ranks:
+    their clocks differ and the signal reaches them at different moments, and a rank that stopped one step early would
+    leave the others waiting in the all-reduce. So the ranks agree after each step, over gloo on the CPU: with NCCL,
+    that would cost a device synchronisation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint_seconds: float) -> None:
+        self.checkpoint_seconds = checkpoint_seconds
         self.requested = False
         self.stopped_at: int | None = None
+        self._save_at = math.inf
         self._group: Any = None
 
     def _request(self, number: int, frame: FrameType | None) -> None:
@@ -42,15 +47,23 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, self._request)
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
+        self._save_at = time.monotonic() + min(FIRST_CHECKPOINT_SECONDS, self.checkpoint_seconds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        flag = torch.tensor(int(self.requested))
+        flags = torch.tensor([self.requested, time.monotonic() >= self._save_at], dtype=torch.uint8)
         if self._group is not None:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        if flag.item() and state.global_step < state.max_steps:
-            self.stopped_at = state.global_step
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        stop, save = flags.tolist()
+        if state.global_step == state.max_steps:
+            return  # Trainer saves and stops anyway
+        if save or stop:
             control.should_save = True
+        if stop:
+            self.stopped_at = state.global_step
             control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_at = time.monotonic() + self.checkpoint_seconds
 
 
 @dataclass

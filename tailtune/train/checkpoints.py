@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tailtune.files import write_json
+from tailtune.training_key import CHECKPOINT_KEY
 
 COMPLETE = "complete.json"
 ELAPSED = "elapsed.json"
@@ -56,11 +58,23 @@ def seconds_at(checkpoint: Path | None) -> float:
 
 
 class MarkComplete(TrainerCallback):
-    """Writes a checkpoint's list of files after every rank has written its own."""
+    """Writes a checkpoint's key, and its list of files after every rank has written its own.
 
-    def __init__(self, seconds_before: float = 0.0) -> None:
+    Before anything is saved, rank 0 calls `refuse_if_taken_over`, because Trainer also deletes older checkpoints.
+    """
+
+    def __init__(
+        self, key: dict[str, Any], refuse_if_taken_over: Callable[[], None], seconds_before: float = 0.0
+    ) -> None:
+        self.key, self.refuse_if_taken_over = key, refuse_if_taken_over
         self.seconds_before = seconds_before
         self.start = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save and state.is_world_process_zero:
+            self.refuse_if_taken_over()
+
+    on_epoch_end = on_step_end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.monotonic()
@@ -74,6 +88,7 @@ class MarkComplete(TrainerCallback):
             dist.barrier()
         if state.is_world_process_zero:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(checkpoint / CHECKPOINT_KEY, self.key)
             write_json(checkpoint / ELAPSED, {"train_seconds": self.seconds()})
             files = {p.relative_to(checkpoint).as_posix(): p.stat().st_size
                      for p in sorted(checkpoint.rglob("*")) if p.is_file()}  # fmt: skip

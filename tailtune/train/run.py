@@ -30,11 +30,11 @@ from tailtune.manifest import publish
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS
-from tailtune.train.callbacks import LogLines, StopOnSignal, WriteProgress, peak_memory_bytes
+from tailtune.train.callbacks import LogLines, SaveByTime, WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.hardware import HardwarePlan, keep_freed_memory, plan_hardware
 from tailtune.train.weights import save_model, whole_state_dict
-from tailtune.training_key import claim_checkpoints, training_key
+from tailtune.training_key import refuse_other_checkpoints, training_key
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,19 @@ class Prepared:
     """Setup time that counts as training time, such as filling the hidden-state cache."""
 
 
-def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Context], Prepared]) -> int:
+def train(
+    recipe: Recipe,
+    stage: Stage,
+    paths: Paths,
+    make_trainer: Callable[[Context], Prepared],
+    refuse_if_taken_over: Callable[[], None],
+) -> int:
     """Train one stage and publish `best_model/`, `training_history.json` and `training_summary.json`.
 
     Resumes from the last complete checkpoint with the same settings, data and base model. Raises UserError if the
     existing checkpoints were made with different ones. Only rank 0 writes to `paths.output`, apart from each rank's
-    random state inside the checkpoints. Returns the exit status: 0, or 143 after a signal.
+    random state inside the checkpoints; before it saves or publishes, it calls `refuse_if_taken_over`, which raises
+    UserError when the output directory now belongs to another run. Returns the exit status: 0, or 143 after a signal.
     """
     started_at = datetime.now(UTC)
     ranks = join_process_group(stage)
@@ -101,7 +108,10 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Co
     key = training_key(recipe, stage, paths.data.parent, paths.base_model)
     resume = find_checkpoint(paths.checkpoints, key, ranks)
 
-    stop, saver = StopOnSignal(), MarkComplete(seconds_before=seconds_at(resume))
+    stop, saver = (
+        SaveByTime(recipe.resources.checkpoint_seconds),
+        MarkComplete(key, refuse_if_taken_over, seconds_before=seconds_at(resume)),
+    )
     plan = plan_hardware(
         recipe.hardware,
         int(stage.trainer["per_device_train_batch_size"]),
@@ -139,6 +149,7 @@ def train(recipe: Recipe, stage: Stage, paths: Paths, make_trainer: Callable[[Co
     refuse_no_best(state, paths.checkpoints)
     state_dict = whole_state_dict(prepared.model, trainer)  # a collective: every rank takes part
     if ranks.is_main_process:
+        refuse_if_taken_over()
         seconds = saver.seconds()  # of all attempts, without the work that an interruption lost
         facts |= training_facts(state, facts, seconds)
         facts |= {
@@ -180,7 +191,7 @@ def join_process_group(stage: Stage) -> PartialState:
 
 
 def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState) -> Path | None:
-    """Claim the checkpoints for this training run and return the last complete one.
+    """Return the last complete checkpoint.
 
     Rank 0 decides for all ranks, because on a network file system the others may still see an older listing. Raises
     UserError when the checkpoints belong to another training run.
@@ -188,7 +199,7 @@ def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState)
     choice: list[Path | None] = [None]
     if ranks.is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        claim_checkpoints(checkpoints, key)
+        refuse_other_checkpoints(checkpoints, key)
         remove_incomplete(checkpoints)
         choice = [latest_complete(checkpoints)]
     broadcast_object_list(choice)

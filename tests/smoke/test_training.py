@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailtune.errors import UserError
+from tailtune.files import write_json
 from tailtune.jobs.train_step import train_stage
 from tailtune.run import Run
-from tailtune.train.checkpoints import is_complete
+from tailtune.train.checkpoints import is_complete, step_of
 
 LONG = {"stages.0.trainer.num_train_epochs": 10, "stages.0.trainer.logging_steps": 11}
 """110 steps, time to be interrupted. The losses of 11 steps are logged after each checkpoint, also when resumed."""
@@ -164,6 +165,43 @@ def test_a_killed_rank_restarts_all_and_ends_with_the_same_weights(
     losses = {e["step"]: e["loss"] for e in json.loads((run.models_dir / "training_history.json").read_text())["train"]}
     expected = json.loads((reference.models_dir / "training_history.json").read_text())["train"]
     assert losses == pytest.approx({e["step"]: e["loss"] for e in expected}, rel=1e-4)
+
+
+def test_checkpoints_are_saved_by_time_too(prepared: Path, make_run: Callable[..., Run], tmp_path: Path) -> None:
+    """A run that is killed before its first evaluation resumes nevertheless."""
+    rare = {"stages.0.trainer.save_steps": 100, "stages.0.trainer.eval_steps": 100}
+    run = make_run("timed", **LONG, **rare, **{"resources.checkpoint_seconds": 1})
+    process = launch(run, prepared, tmp_path / "log")
+    wait_for_checkpoints(run, 1, process)
+    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        each.kill()
+    process.wait()
+    first = min(step_of(path.parent) for path in (run.models_dir / "checkpoints").glob("*/complete.json"))
+    assert 0 < first < 100
+    train_stage(run, prepared / "data", prepared / "base")
+    resumed = json.loads((run.models_dir / "training_summary.json").read_text())["resumed_from_steps"]
+    assert resumed and resumed[0] >= first
+
+
+def test_a_run_that_was_taken_over_saves_nothing_more(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Two pipeline runs of one name: the second must not resume from what the first one's ranks still save."""
+    run = make_run("mine", **LONG).model_copy(update={"pipeline_run": "first"})
+    process = launch(run, prepared, tmp_path / "log")
+    wait_for_checkpoints(run, 1, process)
+    write_json(run.owner_path, {"pipeline_run": "second"})
+    time.sleep(0.3)  # a save that has begun
+    saved = {path.parent.name for path in (run.models_dir / "checkpoints").glob("*/complete.json")}
+    assert process.wait(timeout=120) == 1
+    assert "pipeline run second has taken over this run's directories" in (tmp_path / "log").read_text()
+    assert {path.parent.name for path in (run.models_dir / "checkpoints").glob("*/complete.json")} == saved
+    assert not run.best_model_dir.exists()
+    other = make_run("mine", **LONG, learning_rate=0.5)
+    with pytest.raises(
+        UserError, match=r"were made with other settings \(.*learning_rate\); choose another --run-name"
+    ):
+        train_stage(other, prepared / "data", prepared / "base")
 
 
 @pytest.mark.slow

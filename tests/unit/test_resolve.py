@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import as_written_before_train_weights, tiny_recipe
+from kubernetes_server import Server
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import without_secrets
@@ -42,6 +43,26 @@ def test_a_run_without_a_name_is_named_by_its_id(tmp_path: Path, capfd: pytest.C
     run = resolve_run(tiny_recipe().to_json(), {}, "", "0f3c-id", *templates, local=False)
     assert run.name == run.pipeline_run == "0f3c-id" and run.models_dir == tmp_path / "models" / "0f3c-id"
     assert resolve_run(tiny_recipe().to_json(), {}, "mine", "another", *templates, local=True).pipeline_run == ""
+
+
+def test_a_second_run_of_a_name_waits_until_the_first_has_ended(tmp_path: Path, server: Server) -> None:
+    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+
+    def resolve_as(pipeline_run: str) -> Run:
+        return resolve_run(tiny_recipe().to_json(), {}, "mine", pipeline_run, *templates, local=False)
+
+    server.workflows = {"first": "Running", "second": "Running"}
+    before = resolve_as("first").run_path.read_bytes()
+    with pytest.raises(UserError, match="run 'mine' is already in progress, as pipeline run first"):
+        resolve_as("second")
+    assert (tmp_path / "workspace" / "mine" / "run.json").read_bytes() == before
+    server.workflows["first"] = "Failed"
+    assert resolve_as("second").pipeline_run == "second"
+    server.workflows["second"] = ""  # not yet seen by Argo's controller
+    with pytest.raises(UserError, match="as pipeline run second"):
+        resolve_as("third")
+    del server.workflows["second"]  # deleted with its schedule, or after its time to live
+    assert resolve_as("third").pipeline_run == "third"
 
 
 @pytest.mark.parametrize("models_dir", ["TMP/elsewhere/{run}", "TMP/models", "TMP/models/shared", "TMP/models/{run}/x"])

@@ -330,7 +330,7 @@ def test_every_claim_object_container_and_project_is_ours(page: Path) -> None:
     made = {document["metadata"]["name"] for document in manifests() if "metadata" in document}
     claims = {getattr(ClusterNames(), name) for name in ClusterNames.model_fields if name.endswith("_claim")}
     assert set(re.findall(r"\b[a-z-]+-pvc\b", text)) <= claims <= made
-    assert set(re.findall(r"(?<![\w/.])tailtune-[a-z]+", text)) <= made
+    assert set(re.findall(r"(?<![\w/.])tailtune-[a-z]+", text)) <= {*made, ClusterNames().ca_secret}
     assert set(re.findall(r"oc exec .* -c (\w+)", text)) <= {pytorchjob.CONTAINER, trainjob.CONTAINER}
     assert set(re.findall(r"oc project (\S+)", text)) <= {NAMESPACE}
     for name in re.findall(r"first-[a-z]+-[0-9a-f]{8}", text):
@@ -499,6 +499,13 @@ def is_a_word_of_the_code(word: str) -> bool:
     return all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", sources()) for part in parts)
 
 
+def is_a_test(text: str) -> bool:
+    """Whether this is `tests/…/test_x.py::test_y`, or `::test_y` of a file that was named before."""
+    match = re.fullmatch(r"(tests/[\w/]+\.py)?::(test_\w+)", text)
+    files = [ROOT / match[1]] if match and match[1] else (ROOT / "tests").rglob("test_*.py")
+    return match is not None and any(f"def {match[2]}(" in file.read_text(encoding="utf-8") for file in files)
+
+
 @every_page
 def test_everything_in_backticks_exists(page: Path) -> None:
     for span in spans(page):
@@ -510,6 +517,7 @@ def test_everything_in_backticks_exists(page: Path) -> None:
             span in OF_OTHERS
             or PROGRAMS.match(span)  # checked above where it is ours
             or re.match(r"-", span)  # an option or a parameter
+            or is_a_test(span)
             or ADDRESS.match(span)
             or any((folder / word).exists() for folder in (ROOT, page.parent, page.parent / "chat"))
             or any(key_exists(prefix + re.split("=|: ", word)[0]) for prefix in ("", "stages.N."))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dashboard_server
 import pytest
+import requests
 from click.testing import CliRunner, Result
 from kubernetes_server import Server, cluster
 
@@ -171,10 +172,11 @@ def test_the_runners_permissions_are_checked_if_the_account_is_allowed_to_ask(se
 @pytest.mark.parametrize(
     ("version", "blocks", "words"),
     [("2.16.1", False, "version 2.16.1; 2.14.3 or newer is needed"), ("2.5.0", True, "version 2.5.0"),
-     ("", False, "it does not report its version")],
+     ("", False, "does not report its version; 2.14.3 or newer is needed"),
+     ("unknown", False, "does not report its version")],
 )  # fmt: skip
 def test_the_pipeline_server_must_read_the_compiled_files(
-    server: Server, version: str, blocks: bool, words: str
+    server: Server, version: str, blocks: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = dashboard_server.Server()
     dashboard.version, dashboard.token = version, server.token
@@ -186,6 +188,13 @@ def test_the_pipeline_server_must_read_the_compiled_files(
     assert words in result.output and (result.exit_code == 1) == blocks
     dashboard.close()
     assert "does not answer: ConnectionError" in invoke().output
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise requests.exceptions.SSLError("certificate verify failed: self-signed certificate in certificate chain")
+
+    monkeypatch.setattr(requests, "get", refuse)
+    untrusted = invoke().output
+    assert "is not trusted here" in untrusted and "TAILTUNE_CA_FILE" in untrusted
 
 
 def test_the_first_step_of_a_run_fails_with_the_blocking_finding_and_its_fix(

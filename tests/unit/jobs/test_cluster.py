@@ -47,11 +47,14 @@ def test_no_line_is_lost_or_repeated_when_streams_break_in_the_middle_of_a_line(
     pytest.param([429, 429], id="429", marks=pytest.mark.slow),
     pytest.param([0, 0], id="reset", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[int]) -> None:
+def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[int], shown: Callable[[], str]) -> None:
     server.faults.statuses = list(statuses)  # for the first calls, including the creation
     timer = in_background(lambda: (time.sleep(2), server.faults.statuses.extend(statuses)))  # and again later
     run(make_job("lines"))
     timer.join()
+    lines = [line for line in shown().splitlines() if "the cluster's API" in line]
+    assert ["fails" in line for line in lines] == [True, False] * (len(lines) // 2), lines
+    assert 1 <= len(lines) // 2 <= 2 and "the cluster's API answers again, after " in lines[1]
     assert server.requests.count(f"POST /apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs") >= 1
 
 
@@ -163,6 +166,32 @@ def test_a_killed_pod_restarts_and_so_do_the_ranks_of_the_others(server: Server)
     assert server.faults.kill_pods == []
 
 
+@pytest.mark.torchrun
+def test_restarts_of_init_containers_do_not_count(server: Server) -> None:
+    """Workers wait for the first node in an init container, which is restarted while that node pulls its image."""
+    server.faults.init_restarts = 3
+    server.faults.kill_pods = ["worker-0"]
+    run(make_job("once", max_restarts=1))
+    assert server.faults.kill_pods == []
+
+
+def test_a_fault_that_ends_all_pods_counts_once(server: Server) -> None:
+    """A reboot of the node, for example."""
+    server.faults.exit_codes = {"master-0": (137, "Error"), "worker-0": (137, "Error")}
+    with pytest.raises(JobFailed, match=r"\(killed from outside\) in pod \S+, Error: exit status 137"):
+        run(make_job("long", max_restarts=2))
+    created = [r for r in server.requests if r.startswith("POST") and r.endswith("pytorchjobs")]
+    assert len(created) == 1 and {*server.restarts.values()} == {3}, "more than max_restarts"
+
+
+def test_a_container_that_ran_out_of_memory_is_not_started_again(server: Server) -> None:
+    server.faults.exit_codes = {"worker-0": (137, "OOMKilled")}
+    with pytest.raises(JobFailed, match="out of memory on the host"):
+        run(make_job("long", max_restarts=3))
+    wait_until(lambda: not server.jobs)
+    assert server.restarts == {"worker-0": 1}
+
+
 def test_a_job_that_someone_deletes_is_a_failure(server: Server) -> None:
     job = make_job("long")
     timer = in_background(lambda: (time.sleep(3), server.delete_job(job.name)))
@@ -248,13 +277,48 @@ def test_a_retried_step_adopts_the_running_job(server: Server, tmp_path: Path, s
 
 @pytest.mark.torchrun
 def test_a_failed_job_of_an_earlier_attempt_is_replaced(
-    server: Server, tmp_path: Path, shown: Callable[[], str]
+    server: Server, tmp_path: Path, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server.operator, "limit", lambda job: 0)  # else the launcher deletes the job
     with pytest.raises(JobFailed):
         run(make_job("raises"))
     (tmp_path / "progress.json").write_text("of the failed job")
     run(replace(make_job("lines"), name=make_job("raises").name, progress_path=tmp_path / "progress.json"))
     assert "from an earlier attempt (failed)" in shown() and not (tmp_path / "progress.json").exists()
+
+
+def test_a_live_job_of_another_run_is_left_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pipeline runs of the same name give their jobs the same name."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "set as in a pod, but without a token, so that the login is used")
+    monkeypatch.setenv("HOSTNAME", "step-of-the-first")
+    first, second = (make_job("long", labels={"tailtune.io/pipeline-run": run}) for run in ("first", "second"))
+    Jobs(KubernetesClient(), pytorchjob).create(first)
+    monkeypatch.setenv("HOSTNAME", "step-of-the-second")
+    server.step_pods = {"step-of-the-first": "Running", "step-of-the-second": "Running"}
+    with pytest.raises(JobFailed, match=r"is (waiting|running) and belongs to pipeline run first; wait for that run"):
+        run(second)
+    (job,) = server.jobs.values()
+    assert (
+        job["metadata"]["labels"]["tailtune.io/pipeline-run"] == "first" and "deletionTimestamp" not in job["metadata"]
+    )
+    server.step_pods["step-of-the-first"] = "Failed"  # without the launcher, nobody follows the job any more
+    run(replace(second, module="pod_lines"))
+    (job,) = server.jobs.values()
+    assert job["metadata"]["labels"]["tailtune.io/pipeline-run"] == "second"
+
+
+def test_a_run_does_not_follow_the_job_that_replaced_its_own(server: Server) -> None:
+    job = make_job("long", labels={"tailtune.io/pipeline-run": "first"})
+
+    def replace_job() -> None:
+        wait_until(lambda: server.jobs)
+        server.jobs[job.name]["metadata"]["labels"]["tailtune.io/pipeline-run"] = "second"
+
+    timer = in_background(replace_job)
+    with pytest.raises(JobFailed, match="was replaced by that of pipeline run second, which has the same name"):
+        run(job)
+    timer.join()
+    assert list(server.jobs) == [job.name]
 
 
 def test_orphaned_jobs_are_found_and_deleted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

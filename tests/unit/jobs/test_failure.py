@@ -38,8 +38,9 @@ def ended(code: int, reason: str, at: str, message: str = "") -> dict[str, Any]:
         ("misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
          ", error: No space left on device (28)", "shared memory"),
         ("OOMKilled\nexit status 137", "out of memory on the host"),
-        ("RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.", "out of memory on the host"),
-        ("rank 3 failed first, exit status -9 (SIGKILL)", "out of memory on the host"),
+        ("RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.", "killed from outside"),
+        ("rank 3 failed first, exit status -9 (SIGKILL)", "killed from outside"),
+        ("Error\nexit status 137", "killed from outside"),
         ("CUDA error: uncorrectable ECC error encountered", "a GPU or its driver"),
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "a GPU or its driver"),
         ("CUDA driver version is insufficient for CUDA runtime version", "a GPU or its driver"),

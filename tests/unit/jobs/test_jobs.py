@@ -1,13 +1,16 @@
 """The local back end: torchrun with modules that fail in different ways."""
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 from tailtune.jobs.job import Job, JobFailed
 from tailtune.jobs.local import run_job
+from tailtune.jobs.node import torchrun_options
 from tailtune.jobs.torchrun import torchrun_module
 
 MODULES = {
@@ -88,3 +91,13 @@ def test_the_shutdown_seconds_are_passed_to_versions_of_torchrun_without_the_opt
 def test_several_nodes_are_a_mistake_of_the_caller(job: Job) -> None:
     with pytest.raises(AssertionError, match="the resolve step"):
         run_job(Job(name="test", module=job.module, args=(), num_nodes=4))
+
+
+def test_every_timeout_of_the_rendezvous_is_start_seconds() -> None:
+    """The c10d backend connects with `read_timeout`, 60 s by default; other nodes wait for the first one's image."""
+    environment = {"PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "1", "PET_NODE_RANK": "1", "PET_NNODES": "4"}
+    (option,) = (o for o in torchrun_options("job", 3600, environment) if o.startswith("--rdzv-conf="))
+    conf = dict(pair.split("=") for pair in option.removeprefix("--rdzv-conf=").split(","))
+    assert conf == {"is_host": "0", "join_timeout": "3600", "timeout": "3600", "read_timeout": "3600"}
+    backend = inspect.getsource(c10d_rendezvous_backend)
+    assert 'get_as_int("read_timeout"' in backend, "the name that torch reads"

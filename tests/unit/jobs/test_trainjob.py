@@ -104,7 +104,7 @@ def test_a_job_runs_on_two_nodes_after_its_admission(trainer: Server, shown: Cal
 def test_a_failed_job_is_explained_after_its_pods_were_deleted(trainer: Server) -> None:
     trainer.trainer.backoff_limit = 1
     with pytest.raises(JobFailed, match=r"\(code\) in pod \S+-node-0-[01]-\w+, Error: rank 1 failed first, .*on fire"):
-        run(make_job("raises"))
+        run(make_job("raises", max_restarts=3))
     assert not trainer.pods and trainjob.state(next(iter(trainer.jobs.values())))[0] == "failed"
 
 
