@@ -24,7 +24,7 @@ from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
-from tailtune.resolve import check_recipe, check_run_name
+from tailtune.resolve import check_recipe, check_run_name, check_volume_names
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
@@ -92,7 +92,7 @@ def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> Uploaded:
 
 def step_names(compiled: Path) -> frozenset[str]:
     """Return the names of the steps in a compiled file."""
-    spec = next(yaml.load_all(compiled.read_text(encoding="utf-8"), yaml.CSafeLoader))
+    spec = next(yaml.load_all(compiled.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     graphs = [spec["root"]["dag"], *(c["dag"] for c in spec["components"].values() if "dag" in c)]
     tasks = [task for graph in graphs for task in graph["tasks"].items()]
     return frozenset(name for name, task in tasks if "dag" not in spec["components"][task["componentRef"]["name"]])
@@ -138,7 +138,7 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
 
     `final` is the recipe with its overrides: they are parameters of the run, not part of the uploaded version.
     """
-    if active := server.active_runs(run_name):
+    if active := server.active_runs(run_name, by_parameter=True):
         raise UserError(
             f"run '{run_name}' is already in progress, as pipeline run {active[0].id}",
             f"wait for it, end it with python pipeline.py --cancel {active[0].id}, or choose another --run-name",
@@ -179,18 +179,18 @@ def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: st
         f"schedule '{name}': {recipe.name}, {shown_version}, '{when}' in the pipeline server's time zone, UTC", err=True
     )
     if active:
-        click.echo(f"the earlier schedule is disabled; {in_progress(active)}, and the next change of the schedule "
-                   "deletes it", err=True)  # fmt: skip
+        click.echo(f"the earlier schedule is disabled; {in_progress(active)}, next to the new one's, and the next "
+                   "change of the schedule deletes it", err=True)  # fmt: skip
 
 
-def unschedule(name: str, server: PipelineServer, *, end_runs: bool) -> None:
+def unschedule(name: str, server: PipelineServer, *, ending: bool) -> None:
     """Delete the schedules with this name, or only disable those whose runs are in progress.
 
-    With `end_runs`, these runs are ended first.
+    With `ending`, these runs are ended first.
     """
     active = server.unschedule(name)
-    if active and end_runs:
-        cancel_run(name, server)
+    if active and ending:
+        end_runs(active, server)
         server.wait_until_ended(active, END_SECONDS)
         active = server.unschedule(name)
     if active:
@@ -211,31 +211,33 @@ def cancel_run(name: str, server: PipelineServer) -> None:
 
     Deleting only the job is not enough: KFP retries the train step, which creates it again.
     """
+    runs = server.active_runs(name)
+    jobs = end_runs(runs, server, run_name="" if any(run.id == name for run in runs) else name)
+    if not runs and not jobs:
+        raise UserError(f"no active run '{name}' in {server.connection.namespace}", "the dashboard has names and ids")
+
+
+def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") -> list[str]:
+    """Terminate the runs, and delete their jobs and, with `run_name`, all jobs of that name; return those jobs."""
     from tailtune.jobs.cleanup import cancel
     from tailtune.jobs.kubernetes import KubernetesClient
 
-    runs = server.terminate(name)
+    server.terminate(runs)
+    jobs: list[str] = []
+    where = ""
     try:
         cluster = KubernetesClient(server.connection.namespace, api_seconds=20)
-    except UserError as error:
-        click.echo(f"jobs are left to the run's own steps: {error}", err=True)
-        cluster = None
-    jobs: list[str] = []
-    try:
-        if cluster:
-            run_names = sorted({name, *(run.run_name for run in runs if run.run_name)})
-            jobs += [job for run_name in run_names for job in cancel(cluster, run=run_name)]
-            jobs += [job for run in runs for job in cancel(cluster, pipeline_run=run.id) if job not in jobs]
+        jobs += cancel(cluster, run=run_name) if run_name else []
+        jobs += [job for run in runs for job in cancel(cluster, pipeline_run=run.id) if job not in jobs]
+        where = f" at {cluster.configuration.host}"
     except UserError as error:
         if not runs:
             raise
         click.echo(f"jobs are left to the run's own steps: {error}", err=True)
     for job in jobs:
         click.echo(job)
-    where = f" at {cluster.configuration.host}" if cluster else ""
     click.echo(f"runs ended: {len(runs)}, jobs deleted: {len(jobs)}{where}", err=True)
-    if not runs and not jobs:
-        raise UserError(f"no active run '{name}' in {server.connection.namespace}", "the dashboard has names and ids")
+    return jobs
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -263,7 +265,7 @@ def cancel_run(name: str, server: PipelineServer) -> None:
 @click.option("--list-schedules", is_flag=True, help="List the schedules of the project.")
 @click.option("--unschedule", "unscheduled", metavar="NAME", help="Delete the schedule of this name. While a run of it "
               "is in progress, only disable it.")  # fmt: skip
-@click.option("--end-runs", is_flag=True, help="With --unschedule: end its runs first.")
+@click.option("--end-runs", "ending", is_flag=True, help="With --unschedule: end its runs first.")
 @click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, if not in the cluster's own "
               "registry. Overrides TAILTUNE_IMAGE_REGISTRY.")  # fmt: skip
 @click.option("--endpoint", help="Address of the pipeline server. By default, that of the login's project.")
@@ -288,7 +290,7 @@ def main(
     cancel: str | None,
     list_schedules: bool,
     unscheduled: str | None,
-    end_runs: bool,
+    ending: bool,
     image_registry: str | None,
     endpoint: str | None,
     namespace: str | None,
@@ -309,7 +311,7 @@ def main(
                                "without arguments all recipes are compiled")  # fmt: skip
     if run_name is not None and not (local_run or submit_run):
         raise click.UsageError("--run-name needs --local or --submit")
-    if end_runs and unscheduled is None:
+    if ending and unscheduled is None:
         raise click.UsageError("--end-runs needs --unschedule")
     if watch and not submit_run:
         raise click.UsageError("--watch needs --submit")
@@ -332,7 +334,7 @@ def main(
         elif list_schedules or unscheduled is not None:
             server = PipelineServer(find_connection(endpoint, namespace))
             if unscheduled is not None:
-                unschedule(unscheduled, server, end_runs=end_runs)
+                unschedule(unscheduled, server, ending=ending)
             else:
                 click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
         elif runs:
@@ -344,6 +346,8 @@ def main(
                 recipe = with_overrides(loaded, overrides)
             if dry_run:
                 check_recipe(recipe)
+                if not local_run:
+                    check_volume_names(recipe.cluster)
                 _print_resolved(recipe)
                 return
             name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
@@ -356,6 +360,7 @@ def main(
             if when is not None:
                 trigger(when)
             check_recipe(recipe)
+            check_volume_names(recipe.cluster)
             server = PipelineServer(find_connection(endpoint, namespace))
             if when is not None:
                 schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,

@@ -108,9 +108,6 @@ class ActiveRun:
     schedule_id: str
     """Empty for a run that no schedule has started."""
 
-    def is_called(self, name: str) -> bool:
-        return name in (self.id, self.display_name, self.run_name)
-
 
 class PipelineServer:
     """A pipeline server, through kfp's client. Its methods raise UserError."""
@@ -193,9 +190,21 @@ class PipelineServer:
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
         return f"{self.connection.endpoint}/#/runs/details/{run}"
 
-    def active_runs(self, name: str) -> list[ActiveRun]:
-        """Return the runs with this name or id that have not ended."""
-        return [run for run in self._active_runs() if run.is_called(name)]
+    def active_runs(self, name: str, *, by_parameter: bool = False) -> list[ActiveRun]:
+        """Return the runs that have not ended and have this name or id, or belong to the schedules with this name.
+
+        With `by_parameter`, only the run parameter `run_name` counts, which names the run's directories. The server
+        makes the names of a schedule's runs from the first 25 characters of its own: kubeflow/pipelines,
+        backend/src/apiserver/template/template.go.
+        """
+        if by_parameter:
+            return [run for run in self._active_runs() if run.run_name == name]
+        schedule_ids = {schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name}
+        return [
+            run
+            for run in self._active_runs()
+            if name in (run.id, run.display_name, run.run_name) or run.schedule_id in schedule_ids
+        ]
 
     def _active_runs(self) -> list[ActiveRun]:
         runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
@@ -212,18 +221,11 @@ class PipelineServer:
             if run.state not in ENDED
         ]
 
-    def terminate(self, name: str) -> list[ActiveRun]:
-        """Terminate active runs with this name or id, or of the schedules with this name, and return them.
-
-        The server makes the names of a schedule's runs from the first 25 characters of its own: kubeflow/pipelines,
-        backend/src/apiserver/template/template.go.
-        """
-        schedule_ids = {schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name}
-        runs = [run for run in self._active_runs() if run.is_called(name) or run.schedule_id in schedule_ids]
+    def terminate(self, runs: Collection[ActiveRun]) -> None:
+        """Terminate the runs that are not being terminated yet."""
         for run in runs:
             if run.state != "CANCELING":
                 self._terminate(run.id)
-        return runs
 
     def _terminate(self, run: str) -> None:
         try:

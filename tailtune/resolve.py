@@ -10,9 +10,18 @@ from tailtune.imports import uncollected
 from tailtune.log import log
 from tailtune.owner import take_ownership
 from tailtune.recipe.load import parse_recipe, with_overrides
-from tailtune.recipe.schema import Recipe, without_secrets
+from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
 from tailtune.training_key import has_trained, refuse_other_settings
+
+RESERVED_VOLUMES = frozenset({
+    "kfp-launcher", "gcs-scratch", "s3-scratch", "minio-scratch", "dot-local-scratch", "dot-cache-scratch",
+    "dot-config-scratch", "kfp-workspace", "artifact-local-root", "ca-bundle", "custom-ca", "var-run-argo",
+    "tmp-dir-argo", "scratch", "shared-memory",
+})  # fmt: skip
+"""Volumes of a step's pod: kubeflow/pipelines 2.14 to 2.17, backend/src/v2/compiler/argocompiler (`ca-bundle` became
+`custom-ca` in 2.16), and Argo's own; and those of a training pod (jobs/pods.py). KFP names a volume after its claim or
+secret."""
 
 
 def resolve_run(
@@ -46,10 +55,12 @@ def resolve_run(
     if not local:
         free = ", ".join(f"{MOUNTS[field]} {free_bytes(path) / 1e9:.0f} GB" for field, path in directories.items())
         log.info("resolve: free on the volumes: %s", free)
-    if run.pipeline_run:
-        take_ownership(run, _is_active)
     if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
+    if run.pipeline_run:
+        from tailtune.jobs.kubernetes import pipeline_run_is_active
+
+        take_ownership(run, pipeline_run_is_active)
     write_json(run.run_path, run.model_dump(mode="json"))
     log.info(
         "resolve: recipe %s, base model %s, data %s",
@@ -60,18 +71,28 @@ def resolve_run(
     return run
 
 
-def _is_active(pipeline_run: str) -> bool:
-    from tailtune.jobs.kubernetes import KubernetesClient
-
-    return KubernetesClient().pipeline_run_is_active(pipeline_run)
-
-
 def check_run_name(name: str, parameter: str) -> None:
     """Raise UserError unless the name can be a directory's name. `parameter` is what the user calls it."""
     if not RUN_NAME.fullmatch(name):
         raise UserError(
             f"{parameter} '{name}': use letters, digits, '-', '_' and '.', at most 100, not starting with '-' or '.'"
         )
+
+
+def check_volume_names(names: ClusterNames) -> None:
+    """Raise UserError for claims and secrets whose volumes would clash in a step's pod. The claims may be one claim.
+
+    A run that exists already is not checked: on its server, the names may be fine.
+    """
+    claims = {"training_data_pvc": names.data_claim, "trained_models_pvc": names.models_claim,
+              "workspace_pvc": names.workspace_claim}  # fmt: skip
+    secrets = {"hf_secret": names.hf_secret, "s3_secret": names.s3_secret, "ca_secret": names.ca_secret}
+    for parameter, name in {**claims, **secrets}.items():
+        if name in RESERVED_VOLUMES:
+            raise UserError(f"{parameter} '{name}' is also the name of a volume that every pod has", "choose another")
+    for parameter, name in secrets.items():
+        if [*{*claims.values()}, *secrets.values()].count(name) > 1:
+            raise UserError(f"{parameter} '{name}' is also the name of another claim or secret", "choose another")
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -72,12 +72,12 @@ def refuse_other_checkpoints(checkpoints: Path, key: dict[str, Any]) -> None:
     """
     for path in sorted(checkpoints.glob("checkpoint-*/complete.json")):
         old = read_json(path.with_name(CHECKPOINT_KEY))
-        changed = differences(old, json.loads(json.dumps(key))) if old else ["their version of tailtune"]
-        if changed:
-            raise UserError(
-                f"the checkpoints in {checkpoints} were made with other settings ({', '.join(changed)})",
-                f"choose another --run-name or --output-dir, or delete {checkpoints}",
-            )
+        remedy = f"choose another --run-name or --output-dir, or delete {checkpoints}"
+        if old is None:
+            raise UserError(f"the checkpoints in {checkpoints} were made by an earlier version of tailtune", remedy)
+        if changed := differences(old, json.loads(json.dumps(key))):
+            settings = ", ".join(changed)
+            raise UserError(f"the checkpoints in {checkpoints} were made with other settings ({settings})", remedy)
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -58,31 +58,35 @@ def run_job(job: Job, cluster: KubernetesClient) -> None:
 
     Raises JobFailed if it fails. SIGTERM and SIGINT delete the job, to release its GPUs.
     """
-    jobs, follower = None, None
+    jobs, follower, is_own = None, None, False
     try:
         with on_stop(_stop):
             jobs, kind = choose_kind(cluster, job.pod.kind if job.pod else "auto")
             log.info("train: the job is a %s", kind)
             _create_or_adopt(job, jobs)
+            is_own = True
             follower = Follower(job, jobs)
             follower.wait()
     except _Stopped as stopped:
         with on_stop(lambda received: None):  # ignore further signals
-            is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs)
+            is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs, is_own)
             if is_deleted and follower:
                 follower.close(STOP_SECONDS / 2)
         raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}", remedy) from None
 
 
-def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None) -> tuple[bool, str, str]:
+def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None, is_own: bool) -> tuple[bool, str, str]:
     """Delete the job within the few seconds that a pod has left after SIGTERM.
 
-    `jobs` is None if the signal arrived before a kind was chosen; all kinds are then tried. Returns whether a job was
+    `jobs` is None if the signal arrived before a kind was chosen; all kinds are then tried. Unless `is_own`, the job of
+    this name may be that of another pipeline run, which is left alone. Returns whether a job was
     deleted, the outcome (worded as the end of a sentence), and the remedy.
     """
 
     def delete(candidate: Jobs) -> bool:
         try:
+            if not is_own and (manifest := candidate.get(job.name)) and _pipeline_run(manifest) != job.pipeline_run:
+                return False
             return candidate.delete(job.name, seconds=STOP_SECONDS, timeout_seconds=SHORT_TIMEOUT_SECONDS)
         except client.ApiException as error:
             if jobs or error.status != 403:

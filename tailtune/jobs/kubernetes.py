@@ -43,6 +43,9 @@ class KubernetesClient:
         """Whether the credentials are those of a pod's service account, and not of a login."""
         self._has_answered = False
         self._failing_since: float | None = None
+        """Since when the API has failed. An outage is one line when it begins, one when it ends, and one if the token
+        is refused meanwhile."""
+        self._token_is_refused = False
         self.configuration = client.Configuration()
         self._connect()
         self.namespace = namespace or _namespace()
@@ -92,8 +95,10 @@ class KubernetesClient:
             return cause.status in TEMPORARY_STATUSES
 
         def log_failure(error: BaseException, attempt: int, wait_seconds: float) -> None:
-            if self._failing_since is None:  # one line when an outage begins, and one when it ends
-                self._failing_since = time.monotonic()
+            is_refused = getattr(_cause(error), "status", None) == 401
+            if self._failing_since is None or is_refused > self._token_is_refused:
+                self._failing_since = self._failing_since or time.monotonic()
+                self._token_is_refused = is_refused
                 log.warning("the cluster's API fails (%s), trying again", in_words(error))
 
         try:
@@ -107,14 +112,14 @@ class KubernetesClient:
             self._has_answered = True
             if self._failing_since is not None:
                 log.info("the cluster's API answers again, after %.0f s", time.monotonic() - self._failing_since)
-                self._failing_since = None
+                self._failing_since, self._token_is_refused = None, False
             return result
         except (RuntimeError, HTTPError, OSError, client.ApiException) as error:
             cause = _cause(error)
             if isinstance(cause, client.ApiException) and cause.status == 401:
                 raise UserError(*(STALE_TOKEN if self.in_pod else LOG_IN)) from None
             if isinstance(cause, client.ApiException) and cause.status not in TEMPORARY_STATUSES:
-                self._has_answered = True
+                self._has_answered, self._failing_since = True, None
                 raise cause from None
             if not is_temporary(error):
                 raise
@@ -194,6 +199,11 @@ class KubernetesClient:
             return False
         phases = [(workflow.get("status") or {}).get("phase") for workflow in answer["items"]]
         return any(phase not in WORKFLOW_ENDED for phase in phases)
+
+
+def pipeline_run_is_active(run_id: str) -> bool:
+    """Whether a run of the pipeline server in this namespace has not ended."""
+    return KubernetesClient().pipeline_run_is_active(run_id)
 
 
 def _cause(error: BaseException) -> BaseException:

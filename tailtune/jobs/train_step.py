@@ -17,6 +17,7 @@ from tailtune.jobs.job import (
 )
 from tailtune.log import log
 from tailtune.manifest import read_manifest
+from tailtune.owner import take_ownership
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import refuse_other_checkpoints, training_key
 
@@ -26,11 +27,15 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
 
     `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. On a cluster, the ranks run in
     pods of `trainer_image`. Raises JobFailed if the job fails, and UserError if the run's checkpoints were made with
-    other settings.
+    other settings or another run of the same name is in progress.
     """
     recipe = run.recipe
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} contains no complete Parquet file", "run the parquet step first")
+    if run.pipeline_run:  # an older run may have been retried meanwhile, from this step on
+        from tailtune.jobs.kubernetes import pipeline_run_is_active
+
+        take_ownership(run, pipeline_run_is_active)
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):

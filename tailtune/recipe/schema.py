@@ -21,13 +21,6 @@ Quantity = Annotated[
 """A quantity as Kubernetes writes it: `6`, `500m`, `20Gi`."""
 VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
-KFP_VOLUMES = frozenset({
-    "kfp-launcher", "gcs-scratch", "s3-scratch", "minio-scratch", "dot-local-scratch", "dot-cache-scratch",
-    "dot-config-scratch", "kfp-workspace", "artifact-local-root", "ca-bundle", "custom-ca", "var-run-argo",
-    "tmp-dir-argo",
-})  # fmt: skip
-"""Volumes that a step's pod has already: kubeflow/pipelines 2.14 to 2.17, backend/src/v2/compiler/argocompiler
-(`ca-bundle` became `custom-ca` in 2.16), and Argo's own."""
 
 
 class SmallModel(Config):
@@ -203,7 +196,7 @@ class Resources(Config):
     shutdown_seconds: Annotated[int, Field(ge=1)] = 300
     """How long the ranks may take to write a checkpoint after SIGTERM before they are killed."""
     checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
-    """A checkpoint is saved at least this often, the first after a minute at the latest."""
+    """A checkpoint is saved at the end of the first step after this time, the first one after a minute."""
     # Per pod, on a cluster:
     gpu: str = "nvidia.com/gpu"
     """Name of the GPU resource. Empty: train on the CPU."""
@@ -238,21 +231,6 @@ class ClusterNames(Config):
     """Keys as in an OpenShift AI connection: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, …"""
     ca_secret: VolumeName = "tailtune-ca"
     """Key `ca-bundle.crt`: certificates to trust in addition to the public ones."""
-
-    @model_validator(mode="after")
-    def _volumes_do_not_clash(self) -> "ClusterNames":
-        """The claims may be one claim; the secrets are volumes of their own, next to the claims and KFP's volumes."""
-        claims = {self.data_claim, self.models_claim, self.workspace_claim}
-        taken = {*KFP_VOLUMES, *claims}
-        for field in ("data_claim", "models_claim", "workspace_claim", "hf_secret", "s3_secret", "ca_secret"):
-            name = getattr(self, field)
-            if name in KFP_VOLUMES:
-                raise ValueError(f"{field} '{name}' is the name of a volume of the pipeline server; choose another")
-            if field.endswith("_secret"):
-                if name in taken:
-                    raise ValueError(f"{field} '{name}' is also the name of another claim or secret; choose another")
-                taken.add(name)
-        return self
 
 
 class Hardware(Config):

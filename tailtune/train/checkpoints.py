@@ -76,6 +76,10 @@ class MarkComplete(TrainerCallback):
 
     on_epoch_end = on_step_end
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # Trainer saves after the evaluation, which may have taken long
+            self.refuse_if_taken_over()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.monotonic()
 

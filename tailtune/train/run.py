@@ -106,7 +106,7 @@ def train(
         datasets.disable_progress_bars()
         disable_progress_bar()
     key = training_key(recipe, stage, paths.data.parent, paths.base_model)
-    resume = find_checkpoint(paths.checkpoints, key, ranks)
+    resume = find_checkpoint(paths.checkpoints, key, ranks, refuse_if_taken_over)
 
     stop, saver = (
         SaveByTime(recipe.resources.checkpoint_seconds),
@@ -190,7 +190,9 @@ def join_process_group(stage: Stage) -> PartialState:
     return ranks
 
 
-def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState) -> Path | None:
+def find_checkpoint(
+    checkpoints: Path, key: dict[str, Any], ranks: PartialState, refuse_if_taken_over: Callable[[], None]
+) -> Path | None:
     """Return the last complete checkpoint.
 
     Rank 0 decides for all ranks, because on a network file system the others may still see an older listing. Raises
@@ -198,6 +200,7 @@ def find_checkpoint(checkpoints: Path, key: dict[str, Any], ranks: PartialState)
     """
     choice: list[Path | None] = [None]
     if ranks.is_main_process:
+        refuse_if_taken_over()
         checkpoints.mkdir(parents=True, exist_ok=True)
         refuse_other_checkpoints(checkpoints, key)
         remove_incomplete(checkpoints)

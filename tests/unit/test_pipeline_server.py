@@ -122,6 +122,7 @@ def test_watching_prints_each_step_once_per_state(
 ) -> None:
     monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     caplog.set_level("INFO", "tailtune")
     server.states = ["RUNNING", "RUNNING", "RUNNING", "SUCCEEDED"]
     assert invoke("--submit", "--watch").exit_code == 0
@@ -143,7 +144,7 @@ def test_a_terminated_run_was_cancelled_although_the_server_calls_it_failed(
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
     (run,) = server.runs
     client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
-    client.terminate("mine")
+    client.terminate(client.active_runs("mine"))
     assert client.watch(run, (), 30) == "CANCELED" and server.runs[run]["state"] == "FAILED"
 
 
@@ -231,7 +232,7 @@ def test_a_changed_schedule_leaves_the_run_of_the_earlier_one(server: Server) ->
     earlier, run = schedule_with_a_run(server)
     changed = invoke("--schedule", "0 2 * * *", "--schedule-name", "a-schedule-with-a-long-name")
     assert changed.exit_code == 0 and not server.lost and not server.terminated
-    assert f"the earlier schedule is disabled; run {run} goes on, and the next change" in changed.stderr
+    assert f"the earlier schedule is disabled; run {run} goes on, next to the new one's" in changed.stderr
     assert server.recurring.pop(earlier)["status"] == "DISABLED"
     (schedule,) = server.recurring.values()
     assert schedule["status"] == "ENABLED"
@@ -335,7 +336,10 @@ def test_cancelling_by_display_name_deletes_the_jobs_of_the_run(
         jobs({"tailtune.io/run": "mine"}, {"tailtune.io/pipeline-run": run}, {"tailtune.io/run": "other"})
         result = invoke("--cancel", "Duplicate of mine")
         assert result.exit_code == 0, result.stderr
-        assert result.stdout == "job-0\njob-1\n" and "runs ended: 1, jobs deleted: 2 at http://127" in result.stderr
+        assert result.stdout == "job-1\n" and "runs ended: 1, jobs deleted: 1 at http://127" in result.stderr
+        by_id = invoke("--cancel", run)
+        assert by_id.exit_code == 0 and by_id.stdout == "", "another run of that name keeps its job"
+        assert invoke("--cancel", "mine").stdout == "job-0\n"
         unknown = invoke("--cancel", "unknown")
         assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; the dash" in unknown.stderr
         kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[1] != "kubeflow.org"]

@@ -9,7 +9,7 @@ from kubernetes_server import Server
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import without_secrets
-from tailtune.resolve import resolve_run
+from tailtune.resolve import check_volume_names, resolve_run
 from tailtune.run import MOUNTS, Run
 
 
@@ -129,3 +129,30 @@ def test_a_run_of_an_earlier_version_that_has_trained_is_refused(tmp_path: Path)
 def test_the_secrets_of_an_address_are_not_shown(source: str, shown: str) -> None:
     assert without_secrets(source) == shown
     assert tiny_recipe(data_source=source).public_dump()["data"]["source"] == shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"ca_secret": "ca-bundle"}, "ca_secret 'ca-bundle' is also the name of a volume that every pod has"),
+        (
+            {"workspace_pvc": "kfp-launcher"},
+            "workspace_pvc 'kfp-launcher' is also the name of a volume that every pod has",
+        ),
+        ({"s3_secret": "store", "hf_secret": "store"}, "hf_secret 'store' is also the name of another claim or secret"),
+        ({"hf_secret": "workspace-pvc"}, "hf_secret 'workspace-pvc' is also the name of another claim or secret"),
+    ],
+)
+def test_names_that_clash_in_a_steps_pod_are_refused(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}; choose another"):
+        check_volume_names(tiny_recipe(**overrides).cluster)
+
+
+def test_the_claims_may_be_one_claim() -> None:
+    check_volume_names(tiny_recipe(**dict.fromkeys(("training_data_pvc", "trained_models_pvc"), "one")).cluster)
+    check_volume_names(tiny_recipe().cluster)
+
+
+def test_a_run_with_the_former_default_of_a_secret_goes_on(tmp_path: Path) -> None:
+    run = resolve(tmp_path, ca_secret="ca-bundle")
+    assert Run.from_json(run.run_path.read_text()).recipe.cluster.ca_secret == "ca-bundle"

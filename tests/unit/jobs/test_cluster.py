@@ -307,6 +307,17 @@ def test_a_live_job_of_another_run_is_left_alone(server: Server, monkeypatch: py
     assert job["metadata"]["labels"]["tailtune.io/pipeline-run"] == "second"
 
 
+def test_a_step_that_is_stopped_before_it_has_a_job_leaves_that_of_another_run(server: Server) -> None:
+    first, second = (make_job("long", labels={"tailtune.io/pipeline-run": run}) for run in ("first", "second"))
+    client = KubernetesClient()
+    jobs = Jobs(client, pytorchjob)
+    jobs.create(first)
+    is_deleted, outcome, _ = launcher._delete_at_once(second, client, jobs, is_own=False)
+    assert not is_deleted and outcome == "before it could be created"
+    assert "deletionTimestamp" not in server.jobs[first.name]["metadata"]
+    assert launcher._delete_at_once(first, client, jobs, is_own=False)[0]
+
+
 def test_a_run_does_not_follow_the_job_that_replaced_its_own(server: Server) -> None:
     job = make_job("long", labels={"tailtune.io/pipeline-run": "first"})
 

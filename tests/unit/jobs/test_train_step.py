@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from conftest import tiny_recipe, write_rows
 
+from tailtune.errors import UserError
 from tailtune.jobs import follow, kubernetes
 from tailtune.jobs.job import BadInput, Job, JobFailed
 from tailtune.jobs.train_step import train_stage
@@ -23,6 +24,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[JobFailed]:
 
     monkeypatch.setattr(follow, "run_job", run_job)
     monkeypatch.setattr(kubernetes, "KubernetesClient", object)
+    monkeypatch.setattr(kubernetes, "pipeline_run_is_active", lambda run_id: False)
     return errors
 
 
@@ -46,6 +48,20 @@ def test_bad_input_is_not_retried_in_the_same_run(tmp_path: Path, attempts: list
     assert len(attempts) == 1, "one job for three attempts"
     with pytest.raises(BadInput, match="another run tries again"):
         step(tmp_path, "second-id")
+
+
+def test_a_retried_step_leaves_the_directories_to_an_active_run_of_the_same_name(
+    tmp_path: Path, attempts: list[JobFailed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts += [JobFailed("the node was taken away")]
+    with pytest.raises(JobFailed):
+        step(tmp_path, "second-id")
+    recipe_path = tmp_path / "models" / "mine" / "recipe.json"
+    recipe_path.write_text("of the second run")
+    monkeypatch.setattr(kubernetes, "pipeline_run_is_active", lambda run_id: run_id == "second-id")
+    with pytest.raises(UserError, match="run 'mine' is already in progress, as pipeline run second-id"):
+        step(tmp_path, "first-id")
+    assert recipe_path.read_text() == "of the second run"
 
 
 def test_other_failures_are_retried(tmp_path: Path, attempts: list[JobFailed]) -> None:

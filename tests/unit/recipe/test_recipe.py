@@ -113,23 +113,11 @@ def test_pairs_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        ({"ca_secret": "ca-bundle"}, "ca_secret 'ca-bundle' is the name of a volume of the pipeline server"),
-        ({"workspace_pvc": "kfp-launcher"}, "data_claim|workspace_claim 'kfp-launcher' is the name of a volume"),
-        ({"s3_secret": "store", "hf_secret": "store"}, "s3_secret 'store' is also the name of another claim or secret"),
-        ({"hf_secret": "workspace-pvc"}, "hf_secret 'workspace-pvc' is also the name of another claim or secret"),
-        ({"s3_secret": "my.store"}, "cluster.s3_secret"),
-        ({"training_data_pvc": "a" * 64}, "cluster.data_claim"),
-    ],
+    [({"s3_secret": "my.store"}, "cluster.s3_secret"), ({"training_data_pvc": "a" * 64}, "cluster.data_claim")],
 )
-def test_names_that_clash_in_a_steps_pod_are_refused(overrides: dict[str, str], message: str) -> None:
+def test_names_that_no_volume_can_have_are_refused(overrides: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         with_overrides(load_recipe("survival"), overrides)
-
-
-def test_the_claims_may_be_one_claim() -> None:
-    one = dict.fromkeys(("training_data_pvc", "trained_models_pvc", "workspace_pvc"), "one")
-    assert with_overrides(load_recipe("survival"), one).cluster.models_claim == "one"
 
 
 TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_pvc", "trained_models_pvc",

@@ -24,7 +24,7 @@ from tailtune.recipe.schema import Hardware, LastLayers
 from tailtune.train import hardware
 from tailtune.train.arguments import check_trainer_arguments, num_steps, sft_config
 from tailtune.train.callbacks import WriteProgress, peak_memory_bytes
-from tailtune.train.checkpoints import COMPLETE, latest_complete, remove_incomplete, step_of
+from tailtune.train.checkpoints import COMPLETE, MarkComplete, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
 from tailtune.train.weights import decoder_layers, save_model, select_trainable
 from tailtune.training_key import training_key
@@ -261,6 +261,18 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     remove_incomplete(tmp_path)
     assert not truncated.exists() and not interrupted.exists()
     assert sorted(step_of(p) for p in tmp_path.iterdir()) == [-1, 9, 10]
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_evaluate"])
+def test_rank_0_asks_before_every_save_whether_the_run_was_taken_over(event: str) -> None:
+    def refuse() -> None:
+        raise UserError("taken over")
+
+    saver = MarkComplete({}, refuse)
+    saving = SimpleNamespace(should_save=True)
+    getattr(saver, event)(None, SimpleNamespace(is_world_process_zero=False), saving)
+    with pytest.raises(UserError, match="taken over"):
+        getattr(saver, event)(None, SimpleNamespace(is_world_process_zero=True), saving)
 
 
 @pytest.mark.parametrize(
