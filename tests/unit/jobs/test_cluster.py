@@ -54,7 +54,9 @@ def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[in
     timer.join()
     lines = [line for line in shown().splitlines() if "the cluster's API" in line]
     assert ["fails" in line for line in lines] == [True, False] * (len(lines) // 2), lines
-    assert 1 <= len(lines) // 2 <= 2 and "the cluster's API answers again, after " in lines[1]
+    assert len(lines) // 2 <= 2
+    if 0 not in statuses:  # urllib3 itself repeats a request whose connection was reset
+        assert "the cluster's API answers again, after " in lines[1]
     assert server.requests.count(f"POST /apis/kubeflow.org/v1/namespaces/{NAMESPACE}/pytorchjobs") >= 1
 
 
