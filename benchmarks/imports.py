@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 
-ROUNDS = 5
+ROUNDS = 2
 PROCESSES = {
     "resolve: checks the trainer's arguments": "from tailtune.recipe.load import load_recipe\n"
     "from tailtune.resolve import check_recipe\ncheck_recipe(load_recipe('survival'))",

@@ -10,7 +10,7 @@ def uncollected() -> Iterator[None]:
     """Import modules without garbage collection, and leave them out of every later one.
 
     Modules are never garbage. Yet while thousands of them are imported, and again when the process ends, the collector
-    examines all of their objects: 2.5 of the 9.6 seconds that importing TRL takes (BENCHMARKS.md, "Imports").
+    examines all of their objects: a quarter of the CPU time of starting a rank (BENCHMARKS.md, "Imports").
     """
     was_enabled = gc.isenabled()
     gc.disable()
