@@ -33,6 +33,7 @@ from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
 from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
 
+INIT_CONTAINER = "init-pytorch"
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Content types of patches to custom resources: no strategic merge."""
 REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
@@ -73,6 +74,10 @@ class Faults:
     """How often the init container of each worker restarts, because the first node is not there yet."""
     exit_codes: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By pod: exit code and reason (such as 137, OOMKilled) with which its container ends instead of running."""
+    init_waiting: tuple[str, str] | None = None
+    """Reason and message with which the init container of each worker waits and never starts."""
+    mounts_fail: str = ""
+    """The message of an event FailedMount: the pods then wait for their volumes. Only events show the cause."""
 
 
 class Pod:
@@ -123,8 +128,16 @@ class Pod:
         while faults.image and not self.deleted.wait(0.05):
             message = f"Back-off pulling image {self.container['image']}"
             self.set_state("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": message}})
+        while faults.mounts_fail and not self.deleted.wait(0.05):
+            self.set_state("Pending", {"waiting": {"reason": "ContainerCreating"}})
         if self.role.startswith("worker"):  # the operator's init-pytorch waits for the first node
             self.init_restarts = faults.init_restarts
+            while (waiting := self._why_init_waits()) and not self.deleted.wait(0.05):
+                state = {"waiting": {"reason": waiting[0], "message": waiting[1]}}
+                self.manifest["status"]["initContainerStatuses"] = [
+                    {"name": INIT_CONTAINER, "ready": False, "restartCount": 0, "image": "alpine:3.10", "imageID": "",
+                     "state": state, "lastState": {}}]  # fmt: skip
+                self.set_state("Pending", {"waiting": {"reason": "PodInitializing"}})
         last = None
         while not self.deleted.is_set():
             started = now()
@@ -141,6 +154,18 @@ class Pod:
             self.server.restarts[self.role] = self.restarts
             self.deleted.wait(1)  # 10 s, and twice as long each time, on a real node
         return 143
+
+    def _why_init_waits(self) -> tuple[str, str] | None:
+        """Why the operator's init container cannot start: kubernetes, pkg/kubelet/kuberuntime/security_context.go.
+
+        The image that the operator gives it (training-operator 1.9, pkg/config/config.go) runs as root. OpenShift's
+        admission gives every container a user of the project, and marks it as non-root itself: apiserver-library-go,
+        pkg/securitycontextconstraints/sccmatching/provider.go.
+        """
+        must_be_non_root = (self.manifest["spec"].get("securityContext") or {}).get("runAsNonRoot")
+        if must_be_non_root and not self.server.is_openshift:
+            return "CreateContainerConfigError", "container has runAsNonRoot and image will run as root"
+        return self.server.faults.init_waiting
 
     def _run_once(self, last: dict[str, Any] | None) -> tuple[int, str, str]:
         faults = self.server.faults
@@ -215,8 +240,12 @@ class Server(HttpServer):
         """Other objects that can be read, by (resource, project/name)."""
         self.restarts: dict[str, int] = {}
         """How often each pod's container was restarted, the pods of deleted jobs included."""
+        self.is_openshift = False
+        """Whether admission gives each container a user of the project."""
         self.workflows: dict[str, str] = {}
         """Argo's phase of the workflow of each pipeline run, by the run's id."""
+        self.terminated: set[str] = set()
+        """Ids of the pipeline runs that a user has terminated."""
         self.step_pods: dict[str, str] = {}
         """Phase of each pod of a pipeline step that exists."""
         self.lock = threading.RLock()
@@ -329,20 +358,42 @@ class Server(HttpServer):
         if path == f"/apis/argoproj.io/v1alpha1/namespaces/{NAMESPACE}/workflows" and method == "GET":
             if not may(self.allowed, "list", "argoproj.io", "workflows"):
                 raise Refused(403, "workflows.argoproj.io is forbidden")
-            workflows = [{"metadata": {"labels": {"pipeline/runid": run}}, "status": {"phase": phase}}
-                         for run, phase in self.workflows.items()]  # fmt: skip
+            # KFP terminates a run with a deadline of 0: kubeflow/pipelines, backend/src/common/util/execution_spec.go
+            workflows = [
+                {"metadata": {"labels": {"pipeline/runid": run}}, "status": {"phase": phase},
+                 "spec": {"activeDeadlineSeconds": 0} if run in self.terminated else {}}
+                for run, phase in self.workflows.items()
+            ]  # fmt: skip
             return {"kind": "WorkflowList", "items": [each for each in workflows if _matches(each, query)]}
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
             with self.lock:
                 pods = [pod.manifest for pods in self.pods.values() for pod in pods]
             matching = [pod for pod in pods if _matches(pod, query)]
             return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": matching}
+        if path == f"/api/v1/namespaces/{NAMESPACE}/events" and method == "GET":
+            if not may(self.allowed, "list", "", "events"):
+                raise Refused(403, 'events is forbidden: User "pipeline-runner-dspa" cannot list resource "events"')
+            return {"kind": "EventList", "apiVersion": "v1", "metadata": {}, "items": self._events(query)}
         if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/([^/]+)", path):
             if match[1] not in self.step_pods:
                 raise Refused(404, f'pods "{match[1]}" not found')
             return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
                     "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
         raise Refused(403, f'{method} {path} is forbidden: User "pipeline-runner-dspa" may not do it')
+
+    def _events(self, query: dict[str, str]) -> list[dict[str, Any]]:
+        """The events of the pod that the field selector names."""
+        name = dict(part.split("=") for part in query["fieldSelector"].split(","))["involvedObject.name"]
+        with self.lock:
+            exists = any(pod.name == name for pods in self.pods.values() for pod in pods)
+        message = self.faults.mounts_fail if exists else ""
+        return [
+            {"metadata": {"name": f"{name}.{i}", "namespace": NAMESPACE}, "type": kind, "reason": reason,
+             "message": text, "involvedObject": {"kind": "Pod", "name": name}, "lastTimestamp": now()}
+            for i, (kind, reason, text) in enumerate(
+                [("Normal", "Scheduled", "Successfully assigned"), ("Warning", "FailedMount", message)])
+            if text
+        ]  # fmt: skip
 
     def _read_object(self, group: str | None, namespace: str, resource: str, name: str | None) -> dict[str, Any]:
         """One of `objects`, or all of a resource."""

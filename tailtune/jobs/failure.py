@@ -79,12 +79,17 @@ CLASSES = (
         "check --image-registry and the run's trainer_image, and that the image exists: oc get istag",
     ),
     FailureClass(
+        "configuration",
+        r"CreateContainerConfigError|CreateContainerError",
+        "the message names the secret, config map or security setting; oc describe pod shows the rest",
+    ),
+    FailureClass(
         "scheduling",
         r"Unschedulable|did not start within|Insufficient|untolerated taint",
         "ask for fewer nodes or less (resources.*), wait for the queue, or set resources.tolerations",
     ),
 )
-CODE_FAULT = FailureClass("code", "", "the lines above show where; the whole log is in the pod")
+CODE_FAULT = FailureClass("code", "", "the lines above show where")
 
 
 def classify(text: str) -> FailureClass:

@@ -40,6 +40,8 @@ NO_PODS_SECONDS = 60
 """Report a job that still has no pods after this many seconds."""
 STUCK_SECONDS = 300
 """Give up after this many seconds on a problem that rarely resolves itself, for example an image that is not found."""
+EVENTS_SECONDS = 30
+"""Read the events of a pod that has been starting for this many seconds, and again at this interval."""
 OUT_OF_MEMORY = "OOMKilled"
 CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
@@ -169,6 +171,9 @@ class Follower:
         """The last reported reason for waiting, keyed by the name of the pod or job."""
         self._stuck_since: dict[str, float] = {}
         """When a problem that rarely resolves itself was first seen, keyed by the pod's name."""
+        self._events: dict[str, tuple[float, tuple[str, str] | None]] = {}
+        """When the events of a starting pod were last read, and the problem they show, keyed by the pod's name."""
+        self._may_read_events = True
         self._last_seen: dict[str, dict[str, Any]] = {}
         """Each pod as last seen, keyed by its uid, because an operator may delete the pods of a failed job."""
         progress_path = job.progress_path if jobs.kind.PROGRESS_ANNOTATION else None
@@ -296,8 +301,26 @@ class Follower:
                 self._last_reported.pop(name, None)
                 continue
             problem, reason = pending
+            if problem == "starting":
+                problem, reason = self._with_events(name, problem, reason)
             if problem in ("image", "configuration") or CLAIM_NOT_FOUND.search(reason):
                 self._stuck_since.setdefault(name, time.monotonic())
             else:
                 self._stuck_since.pop(name, None)
             self._report_once(name, reason, f"train: pod {name} is waiting ({problem}): {reason}")
+
+    def _with_events(self, pod: str, problem: str, reason: str) -> tuple[str, str]:
+        """Add what a pod's events say about why it does not start, read every EVENTS_SECONDS."""
+        now = time.monotonic()
+        read_at, event = self._events.setdefault(pod, (now, None))
+        if self._may_read_events and now - read_at >= EVENTS_SECONDS:
+            try:
+                event = pods.event_problem(self.jobs.events(pod))
+            except client.ApiException as error:
+                if error.status != 403:
+                    raise
+                self._may_read_events = False
+                log.info("train: this account is not allowed to read events, which may show why pods do not start: "
+                         "oc describe pod %s", pod)  # fmt: skip
+            self._events[pod] = now, event
+        return (event[0], f"{reason}; {event[1]}") if event else (problem, reason)

@@ -126,6 +126,18 @@ class Jobs:
         answer = cluster.core.api_client.sanitize_for_serialization(pod_list)
         return sorted(answer["items"], key=pods.pod_name)
 
+    def events(self, pod: str) -> list[dict[str, Any]]:
+        """The events of a pod. Raises client.ApiException, with status 403 if this account may not read events."""
+        cluster = self.cluster
+        event_list = cluster.call(
+            lambda: cluster.core.list_namespaced_event(
+                cluster.namespace,
+                field_selector=f"involvedObject.name={pod}",
+                _request_timeout=CALL_TIMEOUT_SECONDS,
+            )
+        )
+        return list(cluster.core.api_client.sanitize_for_serialization(event_list)["items"])
+
     @property
     def _path(self) -> tuple[str, str, str, str]:
         return self.kind.GROUP, self.kind.VERSION, self.cluster.namespace, self.kind.PLURAL

@@ -32,8 +32,11 @@ def job_metadata(job: Job, annotations: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pod_template(job: Job, container: str) -> dict[str, Any]:
-    """The job's pod, which satisfies the restricted Pod Security Standard. `container` is the name that the operator
-    expects."""
+    """The job's pod. `container` is the name that the operator expects.
+
+    The container satisfies the restricted Pod Security Standard. `runAsNonRoot` is not set for the whole pod, because
+    the operator adds an init container whose image runs as root; OpenShift's admission gives that one a user as well.
+    """
     pod = job.pod
     assert pod is not None
     claims = dict.fromkeys(claim for claim, _ in pod.volumes)
@@ -43,7 +46,7 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
         "metadata": {"labels": dict(job.labels)},
         "spec": {
             "automountServiceAccountToken": False,
-            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             "terminationGracePeriodSeconds": job.shutdown_seconds + SECONDS_AFTER_CHECKPOINT,
             "nodeSelector": dict(pod.node_selector),
             "tolerations": [dict(toleration) for toleration in pod.tolerations],
@@ -100,6 +103,8 @@ WAITING = {
     "CreateContainerError": "configuration",
 }  # fmt: skip
 """Reasons for which a container waits and that do not resolve themselves, with what is wrong."""
+EVENT_PROBLEMS = {"FailedMount": "volume", "FailedAttachVolume": "volume", "FailedCreatePodSandBox": "starting"}
+"""Reasons of a pod's events that explain why it does not start, with what is wrong. Its status does not show them."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +158,26 @@ def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message") or condition.get("reason") or "not scheduled"
             return ("volume" if "volume" in message.lower() else "scheduling"), message
-    for container in container_statuses(pod):
-        waiting = (container.get("state") or {}).get("waiting")
-        if waiting:
+    init_containers = (status.get("initContainerStatuses") or [])
+    for container in (*init_containers, *container_statuses(pod)):
+        state = container.get("state") or {}
+        in_which = f"{container['name']}: " if container in init_containers else ""
+        if waiting := state.get("waiting"):
             reason = waiting.get("reason") or "waiting"
             detail = f": {waiting['message']}" if waiting.get("message") else ""
-            return WAITING.get(reason, "starting"), f"{reason}{detail}"
+            return WAITING.get(reason, "starting"), f"{in_which}{reason}{detail}"
+        if in_which and "running" in state:
+            return "starting", f"{in_which}running"
     return "scheduling", "waiting for a node"
+
+
+def event_problem(events: Iterable[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """(class of problem, reason in words) of the last of a pod's events that explains why it does not start."""
+    problems = [event for event in events if event.get("reason") in EVENT_PROBLEMS]
+    if not problems:
+        return None
+    last = max(problems, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+    return EVENT_PROBLEMS[last["reason"]], f"{last['reason']}: {' '.join(str(last.get('message') or '').split())}"
 
 
 def failures(pods: Iterable[Mapping[str, Any]]) -> list[Failure]:

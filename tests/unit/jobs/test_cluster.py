@@ -161,6 +161,48 @@ def test_a_container_that_runs_out_of_memory_is_explained(server: Server) -> Non
         run(make_job("long"))
 
 
+def test_the_operators_init_container_may_run_as_root(server: Server) -> None:
+    """On plain Kubernetes nothing gives it another user; the image runs as root."""
+    run(make_job("lines", start_seconds=20))
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "failure_class"),
+    [("ImagePullBackOff", "Back-off pulling image alpine:3.10", "image"),
+     ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root", "configuration")],
+)  # fmt: skip
+def test_an_init_container_that_cannot_start_is_reported_and_given_up(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch, reason: str, message: str,
+    failure_class: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launcher, "STUCK_SECONDS", 2)
+    server.faults.init_waiting = reason, message
+    with pytest.raises(JobFailed, match=rf"\({failure_class}\): was stuck for 2 s: .*init-pytorch: {reason}: {message}"):
+        run(make_job("long"))
+    assert re.search(rf"pod \S+ is waiting \(\w+\): init-pytorch: {reason}: {message}", shown())
+
+
+def test_a_volume_that_cannot_be_mounted_is_found_in_the_pods_events(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "EVENTS_SECONDS", 0.5)
+    server.faults.mounts_fail = "Multi-Attach error for volume: already used by pod other"
+    server.allowed.append(("list", "", "events"))
+    with pytest.raises(JobFailed, match=r"\(volume\): did not start within 4 s: .*FailedMount: Multi-Attach error"):
+        run(make_job("long", start_seconds=4))
+    assert shown().count("is waiting (volume): ContainerCreating; FailedMount: Multi-Attach error") == 2, "once per pod"
+
+
+def test_an_account_that_may_not_read_events_says_so_once(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "EVENTS_SECONDS", 0.5)
+    server.faults.mounts_fail = "Multi-Attach error for volume: already used by pod other"
+    with pytest.raises(JobFailed, match="did not start within 3 s: .*ContainerCreating"):
+        run(make_job("long", start_seconds=3))
+    assert shown().count("is not allowed to read events") == 1
+
+
 @pytest.mark.torchrun
 def test_a_killed_pod_restarts_and_so_do_the_ranks_of_the_others(server: Server) -> None:
     server.faults.kill_pods = ["worker-0"]
