@@ -1,4 +1,4 @@
-"""Delete what is left of a run's training jobs, whether the run succeeded or failed."""
+"""Delete what is left of a run's training jobs when the run was ended by someone."""
 
 from kfp import dsl
 
@@ -7,11 +7,15 @@ from tailtune import images
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def stop_jobs(job_id: str) -> None:
-    """Delete the jobs of this pipeline run that have not ended, but not those of another run with the same name."""
-    from tailtune.jobs.cleanup import cancel
+    """Delete the jobs that this pipeline run has left, unless it failed by itself: they then go on training."""
+    from tailtune.jobs.cleanup import end_of_run
     from tailtune.jobs.kubernetes import KubernetesClient
     from tailtune.log import log, step
 
     with step("stop"):
-        for name in cancel(KubernetesClient(), pipeline_run=job_id):
+        deleted, going_on = end_of_run(KubernetesClient(), job_id)
+        for name in deleted:
             log.info("stop: job %s was left over and is deleted", name)
+        for name in going_on:
+            log.info("stop: job %s goes on training; python pipeline.py --retry %s follows it again, and "
+                     "python pipeline.py --cancel %s ends it", name, job_id, job_id)  # fmt: skip

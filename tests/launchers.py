@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def start_launcher(server: Server, program: str, *arguments: str) -> "subprocess
     paths = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PYTHONPATH": paths}
     return subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True,
-                            env=environment)  # fmt: skip
+                            env=environment, start_new_session=True)  # fmt: skip
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
@@ -100,12 +102,29 @@ from tailtune.log import step
 from launchers import make_job
 launcher.POLL_SECONDS = 0.2
 with step("train"):
-    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2]), KubernetesClient())
+    labels = {"app.kubernetes.io/managed-by": "tailtune"} | (
+        {"tailtune.io/pipeline-run": sys.argv[3]} if sys.argv[3] else {})
+    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2], labels=labels), KubernetesClient())
 """
 
 
-def start_job(server: Server, module: str = "long", kind: str = "auto") -> "subprocess.Popen[str]":
+def stop_step(process: "subprocess.Popen[str]") -> str:
+    """Stop a launcher as Argo stops a step of a pipeline, and return what it printed.
+
+    Argo's executor sends SIGTERM to the process group, and a second later it has ended, and all with it: argo,
+    workflow/executor/os-specific/signal_linux.go, cmd/argoexec/commands/emissary.go.
+    """
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(1)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate(timeout=30)[1]
+
+
+def start_job(
+    server: Server, module: str = "long", kind: str = "auto", pipeline_run: str = ""
+) -> "subprocess.Popen[str]":
     """Start the launcher in its own process and wait until the job's pods have started."""
-    process = start_launcher(server, LAUNCH, module, kind)
+    process = start_launcher(server, LAUNCH, module, kind, pipeline_run)
     wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
     return process

@@ -23,6 +23,23 @@ def cancel(
     return _delete_all(cluster, f"{MANAGED_SELECTOR},{label}", lambda manifest: True, dry_run)
 
 
+def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str], list[str]]:
+    """What the last step of a pipeline run does: if someone has ended the run, delete its jobs that have not ended.
+
+    Jobs of a run that failed by itself go on training: they have lost their launcher, and a retry follows them again.
+    An account that may not read workflows deletes them all. Returns the names of the deleted jobs and of those that go
+    on.
+    """
+    left = cancel(cluster, pipeline_run=pipeline_run, dry_run=True)
+    try:
+        if not left or not cluster.pipeline_run_is_terminated(pipeline_run):
+            return [], left
+    except client.ApiException as error:
+        if error.status != 403:
+            raise
+    return cancel(cluster, pipeline_run=pipeline_run), []
+
+
 def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list[str]:
     """Delete orphaned jobs and return their names: jobs that have not ended, although their launcher's pod has.
 

@@ -1,9 +1,11 @@
-"""Run a job on a cluster: create or adopt it, follow it to its end, and delete it if the launcher is stopped.
+"""Run a job on a cluster: create or adopt it, and follow it to its end.
 
 The launcher can die at any time. Everything that is needed to resume training is on the pods' volumes, and the next
-attempt finds the job by its name.
+attempt finds the job by its name. When the launcher is stopped because its run is ended, it deletes the job; when only
+its own pod has to go, as when a node is drained, the job goes on training.
 """
 
+import os
 import re
 import sys
 import threading
@@ -34,8 +36,10 @@ from tailtune.signals import on_stop
 POLL_SECONDS = 3.0
 DELETE_SECONDS = 600
 """How long to wait for an earlier attempt's job to disappear."""
-STOP_SECONDS = 15
-"""How long a call to delete the job is retried after SIGTERM. Kubernetes kills the launcher's pod after 30 s."""
+STOP_SECONDS = 5
+"""How long calls are retried after SIGTERM. In a step of a pipeline there is about one second: KFP's launcher, which
+runs the step, dies of the signal, and then Argo's executor ends the container (kubeflow/pipelines,
+backend/src/v2/component/launcher_v2.go; argo, cmd/argoexec/commands/emissary.go)."""
 NO_PODS_SECONDS = 60
 """Report a job that still has no pods after this many seconds."""
 STUCK_SECONDS = 300
@@ -47,18 +51,24 @@ CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
 class _Stopped(BaseException):
-    """Raised in the main thread on SIGTERM or SIGINT (its argument); interrupts a call that is being retried, too."""
+    """Raised in the main thread on SIGTERM or SIGINT; interrupts a call that is being retried, too."""
+
+    def __init__(self, number: int, again: threading.Timer) -> None:
+        self.number, self.again = number, again
 
 
 def _stop(received: list[int]) -> None:
-    if len(received) == 1:
-        raise _Stopped(received[0])
+    # Python ignores an exception that is raised inside a finalizer: send the signal again, until it is noticed
+    again = threading.Timer(0.2, os.kill, (os.getpid(), received[0]))
+    again.start()
+    raise _Stopped(received[0], again)
 
 
 def run_job(job: Job, cluster: KubernetesClient) -> None:
     """Create the job, or adopt the one from an earlier attempt, and follow it until it has succeeded.
 
-    Raises JobFailed if it fails. SIGTERM and SIGINT delete the job, to release its GPUs.
+    Raises JobFailed if it fails. On SIGTERM and SIGINT, the job is deleted if its pipeline run is being ended, or if
+    there is none; otherwise it is left alone, and another attempt of the step follows it again.
     """
     jobs, follower, is_own = None, None, False
     try:
@@ -71,14 +81,29 @@ def run_job(job: Job, cluster: KubernetesClient) -> None:
             follower.wait()
     except _Stopped as stopped:
         with on_stop(lambda received: None):  # ignore further signals
+            stopped.again.cancel()
+            if job.pipeline_run and not _run_is_terminated(job, cluster):
+                raise JobFailed(
+                    f"this step was stopped by signal {stopped.number}, but its run was not: job '{job.name}' goes on",
+                    f"if the step is not started again by itself: python pipeline.py --retry {job.pipeline_run}",
+                ) from None
             is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs, is_own)
             if is_deleted and follower:
                 follower.close(STOP_SECONDS / 2)
-        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}", remedy) from None
+        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.number} {outcome}", remedy) from None
+
+
+def _run_is_terminated(job: Job, cluster: KubernetesClient) -> bool:
+    """Whether the job's pipeline run is being ended. If the API does not tell, the run's last step decides."""
+    try:
+        return cluster.pipeline_run_is_terminated(job.pipeline_run, seconds=STOP_SECONDS)
+    except (UserError, client.ApiException) as error:
+        log.warning("train: whether the run is being ended is unknown: %s", in_words(error))
+        return False
 
 
 def _delete_at_once(job: Job, cluster: KubernetesClient, jobs: Jobs | None, is_own: bool) -> tuple[bool, str, str]:
-    """Delete the job within the few seconds that a pod has left after SIGTERM.
+    """Delete the job in the short time that is left after SIGTERM.
 
     `jobs` is None if the signal arrived before a kind was chosen; all kinds are then tried. Unless `is_own`, the job of
     this name may be that of another pipeline run, which is left alone. Returns whether a job was

@@ -184,21 +184,39 @@ class KubernetesClient:
 
         An account that is not allowed to list workflows cannot know: the run then counts as ended, with a warning.
         """
-        path = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
-        selector = f"{WORKFLOW_RUN_LABEL}={run_id}"
         try:
-            answer = self.call(
-                lambda: self.custom.list_namespaced_custom_object(
-                    *path, label_selector=selector, _request_timeout=CALL_TIMEOUT_SECONDS
-                )
-            )
+            workflows = self._workflows(run_id)
         except client.ApiException as error:
             if error.status not in (403, 404):
                 raise
             log.warning("whether pipeline run %s has ended is unknown (%s)", run_id, in_words(error))
             return False
-        phases = [(workflow.get("status") or {}).get("phase") for workflow in answer["items"]]
-        return any(phase not in WORKFLOW_ENDED for phase in phases)
+        return any((each.get("status") or {}).get("phase") not in WORKFLOW_ENDED for each in workflows)
+
+    def pipeline_run_is_terminated(self, run_id: str, seconds: float | None = None) -> bool:
+        """Whether someone has ended the run, or deleted its workflow. Asks for `seconds` while the API fails.
+
+        KFP ends a run with a deadline of 0 (kubeflow/pipelines, backend/src/common/util/execution_spec.go), argo with
+        `shutdown`. Raises UserError when the API does not answer, and client.ApiException when it refuses.
+        """
+        workflows = self._workflows(run_id, seconds)
+        return not workflows or any(
+            each["metadata"].get("deletionTimestamp")
+            or each["spec"].get("shutdown")
+            or each["spec"].get("activeDeadlineSeconds") == 0
+            for each in workflows
+        )
+
+    def _workflows(self, run_id: str, seconds: float | None = None) -> list[dict[str, Any]]:
+        path = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
+        selector = f"{WORKFLOW_RUN_LABEL}={run_id}"
+        answer = self.call(
+            lambda: self.custom.list_namespaced_custom_object(
+                *path, label_selector=selector, _request_timeout=CALL_TIMEOUT_SECONDS
+            ),
+            seconds,
+        )
+        return list(answer["items"])
 
 
 def pipeline_run_is_active(run_id: str) -> bool:

@@ -12,17 +12,19 @@ import pytest
 import requests
 from http_server import NAMESPACE
 from kubernetes_server import Server
-from launchers import in_background, line_numbers, make_job, run, start_job, wait_until
+from launchers import in_background, line_numbers, make_job, run, start_job, stop_step, wait_until
 
 from components.stop_jobs import stop_jobs
 from tailtune.errors import UserError
 from tailtune.jobs import follow as launcher
 from tailtune.jobs import kubernetes as api
 from tailtune.jobs import pytorchjob
-from tailtune.jobs.cleanup import cancel, collect_garbage
+from tailtune.jobs.cleanup import cancel, collect_garbage, end_of_run
 from tailtune.jobs.job import JobFailed, job_name, label_value
 from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
+
+MANAGED = {"app.kubernetes.io/managed-by": "tailtune"}
 
 
 @pytest.mark.torchrun
@@ -245,13 +247,46 @@ def test_a_job_that_someone_deletes_is_a_failure(server: Server) -> None:
 
 
 @pytest.mark.torchrun
-def test_a_cancelled_step_leaves_no_job_behind(server: Server) -> None:
+def test_a_stopped_launcher_leaves_no_job_behind(server: Server) -> None:
     process = start_job(server)
     pods = [p.process for pods in server.pods.values() for p in pods]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "was stopped by signal 15 and deleted" in err
     wait_until(lambda: not server.jobs and all(p is None or p.poll() is not None for p in pods))
+
+
+@pytest.mark.parametrize("end", ["terminated", "its schedule was deleted, and its workflow with it"])
+def test_the_step_of_a_run_that_is_ended_deletes_the_job_within_a_second(server: Server, end: str) -> None:
+    server.workflows = {"mine": "Running"}
+    process = start_job(server, pipeline_run="mine")
+    if end == "terminated":
+        server.terminated.add("mine")
+    else:
+        del server.workflows["mine"]
+    stop_step(process)
+    wait_until(lambda: not server.jobs, seconds=15)
+
+
+def test_a_drained_step_leaves_the_job_which_the_next_attempt_follows(
+    server: Server, shown: Callable[[], str]
+) -> None:
+    """The node on which the step only waits is drained; the run is not ended, and training goes on."""
+    server.workflows = {"mine": "Running"}
+    process = start_job(server, pipeline_run="mine")
+    (job,) = server.jobs
+    err = stop_step(process)
+    assert f"but its run was not: job '{job}' goes on; if the step is not started again by itself: python " in err
+    assert "deletionTimestamp" not in server.jobs[job]["metadata"]
+    deleted, going_on = end_of_run(KubernetesClient(), "mine")  # the run has failed, and its last step runs
+    assert not deleted and going_on == [job]
+    stop_jobs.python_func(job_id="mine")
+    assert f"job {job} goes on training; python pipeline.py --retry mine follows it again" in shown()
+    timer = in_background(lambda: (time.sleep(1), server.delete_job(job)))
+    with pytest.raises(JobFailed, match="was deleted while it ran"):
+        run(make_job("long", labels={**MANAGED, "tailtune.io/pipeline-run": "mine"}))
+    timer.join()
+    assert "already exists and is" in shown()
 
 
 @pytest.mark.parametrize("trouble", [503, pytest.param(0, marks=pytest.mark.slow)], ids=["5xx", "reset"])
@@ -399,8 +434,9 @@ def test_the_last_step_of_a_run_deletes_only_its_own_jobs(server: Server) -> Non
     client = KubernetesClient()
     for name, pipeline_run in (("a", "one"), ("b", "another of the same name")):
         labels = {"tailtune.io/run": "mine", "tailtune.io/pipeline-run": label_value(pipeline_run)}
-        job = make_job("long", name=f"job-{name}", labels={**labels, "app.kubernetes.io/managed-by": "tailtune"})
+        job = make_job("long", name=f"job-{name}", labels={**labels, **MANAGED})
         Jobs(client, pytorchjob).create(job)
+    server.workflows, server.terminated = {"one": "Running"}, {"one"}
     stop_jobs.python_func(job_id="one")
     wait_until(lambda: list(server.jobs) == ["job-b"])
     stop_jobs.python_func(job_id="one")
