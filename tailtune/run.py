@@ -96,14 +96,19 @@ class Run(Config):
         return self.workspace_dir / "verdict.json"
 
     @property
+    def log_dir(self) -> Path:
+        """The log of each node of a training job on a cluster, also after the job is gone."""
+        return self.workspace_dir / "logs"
+
+    @property
     def owner_path(self) -> Path:
         """Id of the pipeline run that these directories belong to."""
         return self.workspace_dir / "owner.json"
 
     @property
-    def bad_input_path(self) -> Path:
+    def permanent_failure_path(self) -> Path:
         """Why the training cannot succeed, for the next attempt of its step."""
-        return self.workspace_dir / "bad_input.json"
+        return self.workspace_dir / "permanent_failure.json"
 
     @property
     def report_path(self) -> Path:

@@ -1,9 +1,10 @@
 """Explain a failed job: the class of the failure, and what to try."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tailtune.jobs.job import BadInput, JobFailed
+from tailtune.jobs.job import JobFailed, PermanentFailure
 from tailtune.jobs.pods import Failure
 
 NUM_SHOWN_LINES = 12
@@ -17,6 +18,8 @@ class FailureClass:
     pattern: str
     """Regular expression that matches Kubernetes' reason, torchrun's report, or the last lines of the log."""
     remedy: str
+    recurs: bool = False
+    """Whether another attempt would fail in the same way."""
 
 
 CLASSES = (
@@ -30,6 +33,7 @@ CLASSES = (
         r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory"
         r"|Cuda failure \d* ?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED",
         "lower batch_size and raise stages.0.trainer.gradient_accumulation_steps, then lower max_length",
+        recurs=True,
     ),
     FailureClass(
         "shared memory",
@@ -41,6 +45,7 @@ CLASSES = (
         "out of memory on the host",
         r"OOMKilled|DefaultCPUAllocator",
         "raise resources.memory, or set stages.0.tail.cache=disk",
+        recurs=True,
     ),
     FailureClass(
         "killed from outside",
@@ -97,24 +102,35 @@ def classify(text: str) -> FailureClass:
     return next((failure_class for failure_class in CLASSES if re.search(failure_class.pattern, text)), CODE_FAULT)
 
 
+def would_recur(failures: Iterable[Failure]) -> bool:
+    """Whether another attempt would fail in the same way, by a rank's own report or the class of a failure."""
+    return any(failure.user_error or _classify(failure)[0].recurs for failure in failures)
+
+
 def explain(job: str, failures: list[Failure], ended: str) -> JobFailed:
     """The error to raise for a failed job: first failing rank, exit code, class, remedy and last lines.
 
     `failures` are in the order in which they happened; `ended` is the reason in the job's own status. If a rank has
-    reported a user error, this is BadInput with the rank's own words.
+    reported a user error, the error has the rank's own words. A failure that would recur comes before all others, and
+    is a PermanentFailure.
     """
     for failure in failures:
         if error := failure.user_error:
-            return BadInput(error.problem, error.remedy)
+            return PermanentFailure(error.problem, error.remedy)
     if not failures:
         failure_class = classify(ended)
         return JobFailed(f"job '{job}' failed ({failure_class.name}): {ended}", failure_class.remedy)
-    first = failures[0]
-    lines = [str(line) for line in first.report.get("lines") or []][-NUM_SHOWN_LINES:]
-    cause = first.report.get("failure") or f"exit status {first.exit_code}"
-    failure_class = classify("\n".join([first.reason, f"exit status {first.exit_code}", str(cause), *lines]))
+    shown = next((failure for failure in failures if _classify(failure)[0].recurs), failures[0])
+    failure_class, cause, lines = _classify(shown)
     output = "".join(f"\n    {line}" for line in lines)
-    return JobFailed(
-        f"job '{job}' failed ({failure_class.name}) in pod {first.pod}, {first.reason}: {cause}",
+    return (PermanentFailure if failure_class.recurs else JobFailed)(
+        f"job '{job}' failed ({failure_class.name}) in pod {shown.pod}, {shown.reason}: {cause}",
         failure_class.remedy + (f"; its last lines:{output}" if output else ""),
     )
+
+
+def _classify(failure: Failure) -> tuple[FailureClass, str, list[str]]:
+    """Class, cause and last lines of a failure."""
+    lines = [str(line) for line in failure.report.get("lines") or []][-NUM_SHOWN_LINES:]
+    cause = str(failure.report.get("failure") or f"exit status {failure.exit_code}")
+    return classify("\n".join([failure.reason, f"exit status {failure.exit_code}", cause, *lines])), cause, lines

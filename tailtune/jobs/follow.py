@@ -17,7 +17,7 @@ from kubernetes import client
 
 from tailtune.errors import UserError
 from tailtune.jobs import pods
-from tailtune.jobs.failure import explain
+from tailtune.jobs.failure import explain, would_recur
 from tailtune.jobs.job import PIPELINE_RUN_LABEL, Job, JobFailed
 from tailtune.jobs.kubernetes import CALL_TIMEOUT_SECONDS, KubernetesClient, in_words
 from tailtune.jobs.logs import PodLog
@@ -46,7 +46,6 @@ STUCK_SECONDS = 300
 """Give up after this many seconds on a problem that rarely resolves itself, for example an image that is not found."""
 EVENTS_SECONDS = 30
 """Read the events of a pod that has been starting for this many seconds, and again at this interval."""
-OUT_OF_MEMORY = "OOMKilled"
 CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
@@ -249,8 +248,7 @@ class Follower:
         if state == "failed":
             raise explain(job.name, failures, reason)
         num_restarts = max((pods.num_restarts(pod) for pod in job_pods), default=0)  # one fault may end all pods
-        would_recur = any(failure.user_error or failure.reason == OUT_OF_MEMORY for failure in failures)
-        if would_recur or num_restarts > job.max_restarts:
+        if would_recur(failures) or num_restarts > job.max_restarts:
             _delete(job.name, jobs)
             raise explain(job.name, failures, reason)
         self._check_time_limits(job_pods)

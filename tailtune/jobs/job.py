@@ -55,6 +55,8 @@ class Job:
     """How long the whole job may take."""
     pod: PodSpec | None = None
     """None for a job on this machine."""
+    log_dir: Path | None = None
+    """Where each node of a job on a cluster keeps its log; None for nowhere."""
     progress_path: Path | None = None
     """File that rank 0 keeps up to date with the training's progress (progress.py); None if it writes none."""
 
@@ -73,8 +75,8 @@ class JobFailed(UserError):
     """A job did not succeed: the rank that failed first, its exit status, and what to do."""
 
 
-class BadInput(JobFailed):
-    """A job failed because of its input, as one of its ranks reported. Another attempt would fail in the same way."""
+class PermanentFailure(JobFailed):
+    """A job failed in a way in which another attempt would fail too: its input, or too little memory."""
 
 
 def parse_user_error(value: Any) -> UserError | None:

@@ -7,9 +7,12 @@ ranks of one node would restart when a rank dies.
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -54,17 +57,49 @@ def termination_message(result: TorchrunResult, limit: int = 4000) -> str:
         del lines[0]
 
 
+class NodeLog:
+    """Prints a node's lines, and appends them to a file on a volume, where they outlive the pod."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        except OSError as error:
+            self._give_up(error)
+        self._append(f"==== {datetime.now(UTC).isoformat(timespec='seconds')} {socket.gethostname()}\n")
+
+    def __call__(self, line: str) -> None:
+        print(line, end="", flush=True)
+        self._append(line)
+
+    def _append(self, line: str) -> None:
+        if self._file:
+            try:
+                self._file.write(line)
+            except OSError as error:  # a full volume must not end the training
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        log.warning("train: the log is not kept on the volume any more: %s", error.strerror)
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--job", required=True)
 @click.option("--max-restarts", type=int, required=True)
 @click.option("--shutdown-seconds", type=int, required=True)
 @click.option("--start-seconds", type=int, required=True)
+@click.option("--log-dir", type=click.Path(path_type=Path))
 @click.argument("module")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int, module: str,
+def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int, log_dir: Path | None, module: str,
          args: tuple[str, ...]) -> None:  # fmt: skip
     """Run this pod's ranks of a job."""
     configure()
+    node = os.environ["PET_NODE_RANK"]
     result = run_torchrun(
         torchrun_options(job, start_seconds, os.environ),
         module,
@@ -73,7 +108,7 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
         max_restarts=max_restarts,
         shutdown_seconds=shutdown_seconds,
         environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "},
-        show=lambda line: print(line, end="", flush=True),
+        show=NodeLog(log_dir / f"{job}-node-{node}.log" if log_dir else None),
     )
     if result.status and not result.stopped:
         path = Path(os.environ.get("TERMINATION_LOG", TERMINATION_LOG))

@@ -60,6 +60,7 @@ def pod_template(job: Job, container: str) -> dict[str, Any]:
                         f"--max-restarts={job.max_restarts}",
                         f"--shutdown-seconds={job.shutdown_seconds}",
                         f"--start-seconds={job.start_seconds}",
+                        *([f"--log-dir={job.log_dir}"] if job.log_dir else []),
                         job.module,
                         *job.args,
                     ],
@@ -158,7 +159,7 @@ def why_pending(pod: Mapping[str, Any]) -> tuple[str, str] | None:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message") or condition.get("reason") or "not scheduled"
             return ("volume" if "volume" in message.lower() else "scheduling"), message
-    init_containers = (status.get("initContainerStatuses") or [])
+    init_containers = status.get("initContainerStatuses") or []
     for container in (*init_containers, *container_statuses(pod)):
         state = container.get("state") or {}
         in_which = f"{container['name']}: " if container in init_containers else ""

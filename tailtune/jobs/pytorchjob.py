@@ -23,7 +23,7 @@ PROGRESS_ANNOTATION = ""
 SPARE_RESTARTS = 50
 """For init containers, which wait for the first node, and for restarts while no launcher is there to count them."""
 KEEP_SECONDS = 7 * 24 * 3600
-"""How long a finished job is kept, with its pods' logs."""
+"""How long a finished job is kept. A failed one has no pods any more; their logs are on the workspace volume."""
 
 
 def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str] = ()) -> KubeflowOrgV1PyTorchJob:

@@ -18,12 +18,15 @@ from packaging.version import Version
 from tailtune.errors import UserError
 from tailtune.files import read_json
 from tailtune.jobs.job import parse_user_error
-from tailtune.log import log
+from tailtune.log import LINE_PREFIX, log
 from tailtune.signals import on_stop
 
 NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
 REPORT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
 """First line of torchrun's report of a failure."""
+
+STOP_REPORT = re.compile(r"Received \d+ death signal|^Traceback \(most recent call last\)")
+"""First line of what torchrun prints about a signal."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,11 @@ def run_torchrun(
                 process.send_signal(signal.SIGTERM)
 
         with on_stop(stop) as received:
+            in_own_report = False  # torchrun's traceback of a stop that was asked for
             for line in process.stdout:
-                show(line)
+                in_own_report = bool(received) and (in_own_report or bool(STOP_REPORT.search(line)))
+                if not in_own_report or line.startswith(("[rank ", LINE_PREFIX)):
+                    show(line)
                 last_lines.append(line.rstrip())
                 if user_error is None and (user_error := parse_user_error(read_json(user_error_path))):
                     process.terminate()  # before torchrun restarts the ranks

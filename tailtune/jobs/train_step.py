@@ -1,5 +1,6 @@
 """The train step: turn a recipe's stage into a job and run it, unless its model is already complete."""
 
+import time
 from pathlib import Path
 
 from tailtune.errors import UserError
@@ -7,9 +8,9 @@ from tailtune.files import read_json, write_json, write_text
 from tailtune.jobs import local
 from tailtune.jobs.job import (
     PIPELINE_RUN_LABEL,
-    BadInput,
     Job,
     JobFailed,
+    PermanentFailure,
     PodSpec,
     job_name,
     label_value,
@@ -20,6 +21,9 @@ from tailtune.manifest import read_manifest
 from tailtune.owner import take_ownership
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import refuse_other_checkpoints, training_key
+
+STEP_RETRY_SECONDS = 600
+"""A failed step is retried by the pipeline server after one minute, and then after two (pipeline.py)."""
 
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
@@ -58,20 +62,27 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
 
 
 def _run_on_cluster(run: Run, job: Job) -> None:
-    """Run the job, unless an earlier attempt in the same pipeline run has failed because of its input.
+    """Run the job, unless an attempt shortly before, in the same pipeline run, has failed for good.
 
-    The pipeline server retries a failed step whatever the reason, so the reason is kept on the workspace volume.
+    The pipeline server retries a failed step within minutes, whatever the reason, so the reason is kept on the
+    workspace volume. A person who retries the run later gets another attempt.
     """
     from tailtune.jobs import follow, kubernetes
 
-    earlier = read_json(run.bad_input_path)
-    if earlier and earlier["pipeline_run"] == run.pipeline_run != "" and (error := parse_user_error(earlier)):
-        raise BadInput(error.problem, error.remedy)
+    earlier = read_json(run.permanent_failure_path)
+    if (
+        earlier
+        and earlier["pipeline_run"] == run.pipeline_run != ""
+        and time.time() - earlier["at"] < STEP_RETRY_SECONDS
+        and (error := parse_user_error(earlier))
+    ):
+        raise PermanentFailure(error.problem, error.remedy)
     try:
         follow.run_job(job, kubernetes.KubernetesClient())
-    except BadInput as error:
-        failure = {"pipeline_run": run.pipeline_run, "problem": error.problem, "remedy": error.remedy}
-        write_json(run.bad_input_path, failure)
+    except PermanentFailure as error:
+        failure = {"pipeline_run": run.pipeline_run, "at": time.time(), "problem": error.problem,
+                   "remedy": error.remedy}  # fmt: skip
+        write_json(run.permanent_failure_path, failure)
         raise
 
 
@@ -129,5 +140,6 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         start_seconds=resources.start_seconds,
         deadline_seconds=resources.deadline_seconds,
         pod=pod,
+        log_dir=None if run.local else run.log_dir,
         progress_path=run.models_dir / "progress.json",
     )

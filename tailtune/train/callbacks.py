@@ -36,6 +36,8 @@ class SaveByTime(TrainerCallback):
         self.checkpoint_seconds = checkpoint_seconds
         self.requested = False
         self.stopped_at: int | None = None
+        self.step = 0
+        """Training steps that are done."""
         self._save_at = math.inf
         self._group: Any = None
 
@@ -47,9 +49,11 @@ class SaveByTime(TrainerCallback):
             signal.signal(number, self._request)
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
+        self.step = state.global_step
         self._save_at = time.monotonic() + min(FIRST_CHECKPOINT_SECONDS, self.checkpoint_seconds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
         flags = torch.tensor([self.requested, time.monotonic() >= self._save_at], dtype=torch.uint8)
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)

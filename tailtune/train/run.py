@@ -32,6 +32,7 @@ from tailtune.signals import STOPPED
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS
 from tailtune.train.callbacks import LogLines, SaveByTime, WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
+from tailtune.train.faults import stop_repeated_faults
 from tailtune.train.hardware import HardwarePlan, keep_freed_memory, plan_hardware
 from tailtune.train.weights import save_model, whole_state_dict
 from tailtune.training_key import refuse_other_checkpoints, training_key
@@ -117,29 +118,30 @@ def train(
         int(stage.trainer["per_device_train_batch_size"]),
         int(stage.trainer.get("gradient_accumulation_steps", 1)),
     )
-    prepared = make_trainer(
-        Context(
-            recipe,
-            stage,
-            paths,
-            plan,
-            world_size=ranks.num_processes,
-            is_main_process=ranks.is_main_process,
-            base_model_sha256=key["base_model_sha256"],
-            callbacks=(stop, saver, WriteProgress(paths.output / "progress.json")),
+    with stop_repeated_faults(paths.output, ranks.process_index, lambda: stop.step):
+        prepared = make_trainer(
+            Context(
+                recipe,
+                stage,
+                paths,
+                plan,
+                world_size=ranks.num_processes,
+                is_main_process=ranks.is_main_process,
+                base_model_sha256=key["base_model_sha256"],
+                callbacks=(stop, saver, WriteProgress(paths.output / "progress.json")),
+            )
         )
-    )
-    trainer, facts = prepared.trainer, prepared.facts
-    saver.seconds_before += prepared.setup_seconds
-    trainer.remove_callback(PrinterCallback)
-    if trainer.args.disable_tqdm:
-        trainer.add_callback(LogLines())
-    if ranks.is_main_process:
-        record_attempt(paths.checkpoints, step_of(resume) if resume else 0)
-        if resume:
-            log.info("train: resuming from %s, next step is %d", resume.name, step_of(resume) + 1)
+        trainer, facts = prepared.trainer, prepared.facts
+        saver.seconds_before += prepared.setup_seconds
+        trainer.remove_callback(PrinterCallback)
+        if trainer.args.disable_tqdm:
+            trainer.add_callback(LogLines())
+        if ranks.is_main_process:
+            record_attempt(paths.checkpoints, step_of(resume) if resume else 0)
+            if resume:
+                log.info("train: resuming from %s, next step is %d", resume.name, step_of(resume) + 1)
 
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
     state = trainer.state
     if stop.stopped_at is not None:

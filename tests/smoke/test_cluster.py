@@ -87,6 +87,8 @@ def test_survival_trains_in_two_pods_to_the_same_weights(
         assert status["progressPercentage"] == 100 and status["totalSteps"] == NUM_STEPS
         assert set(status["trainMetrics"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
     assert not any(pod.process.poll() is None for pods in server.pods.values() for pod in pods)
+    kept = "".join(path.read_text() for path in sorted((run.workspace_dir / "logs").iterdir()))
+    assert {line for line in kept.splitlines() if "train: step" in line} == {f"[rank 0] tailtune | {x}" for x in shown}
 
 
 @pytest.mark.slow

@@ -31,6 +31,18 @@ LAUNCH = (
     "with step('train'): train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
 )
 
+FAULT_AT_STEP_5 = """
+import os
+if "RANK" in os.environ:
+    import torch
+    step = torch.optim.AdamW.step
+    def faulty(self, *arguments, **options):
+        if any(state["step"] == 5 for state in self.state.values()):
+            raise ZeroDivisionError("a fault of the code")
+        return step(self, *arguments, **options)
+    torch.optim.AdamW.step = faulty
+"""
+
 
 def launch(run: Run, prepared: Path, log: Path) -> "subprocess.Popen[bytes]":
     arguments = [run.to_json(), str(prepared / "data"), str(prepared / "base")]
@@ -167,6 +179,19 @@ def test_a_killed_rank_restarts_all_and_ends_with_the_same_weights(
     assert losses == pytest.approx({e["step"]: e["loss"] for e in expected}, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_the_same_exception_at_the_same_step_is_not_repeated_for_ever(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT_AT_STEP_5)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    log = tmp_path / "log"
+    assert launch(make_run("faulty", **{"resources.max_restarts": 3}), prepared, log).wait(timeout=180) == 1
+    text = log.read_text()
+    assert "error: the same error at step 5 in two attempts: ZeroDivisionError: a fault of the code" in text
+    assert 2 <= text.count("ZeroDivisionError: a fault of the code\n") <= 4, "two attempts, of one or both ranks"
+
+
 def test_checkpoints_are_saved_by_time_too(prepared: Path, make_run: Callable[..., Run], tmp_path: Path) -> None:
     """A run that is killed before its first evaluation resumes nevertheless."""
     rare = {"stages.0.trainer.save_steps": 100, "stages.0.trainer.eval_steps": 100}
@@ -214,7 +239,7 @@ def test_sigterm_saves_and_the_next_call_goes_on(
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=120) == 1
     log = (tmp_path / "log").read_text()
-    assert "stopped by a signal; run again to resume" in log, log
+    assert "stopped by a signal; run again to resume" in log and "Traceback" not in log, log
     stopped = next(line for line in log.splitlines() if "stopped at step" in line)
     step = int(stopped.split("stopped at step ")[1].split()[0])
     assert is_complete(run.models_dir / "checkpoints" / f"checkpoint-{step}")

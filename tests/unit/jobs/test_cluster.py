@@ -179,7 +179,9 @@ def test_an_init_container_that_cannot_start_is_reported_and_given_up(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launcher, "STUCK_SECONDS", 2)
     server.faults.init_waiting = reason, message
-    with pytest.raises(JobFailed, match=rf"\({failure_class}\): was stuck for 2 s: .*init-pytorch: {reason}: {message}"):
+    with pytest.raises(
+        JobFailed, match=rf"\({failure_class}\): was stuck for 2 s: .*init-pytorch: {reason}: {message}"
+    ):
         run(make_job("long"))
     assert re.search(rf"pod \S+ is waiting \(\w+\): init-pytorch: {reason}: {message}", shown())
 
@@ -200,7 +202,7 @@ def test_an_account_that_may_not_read_events_says_so_once(
 ) -> None:
     monkeypatch.setattr(launcher, "EVENTS_SECONDS", 0.5)
     server.faults.mounts_fail = "Multi-Attach error for volume: already used by pod other"
-    with pytest.raises(JobFailed, match="did not start within 3 s: .*ContainerCreating"):
+    with pytest.raises(JobFailed, match=r"did not start within 3 s: .*ContainerCreating"):
         run(make_job("long", start_seconds=3))
     assert shown().count("is not allowed to read events") == 1
 
@@ -268,9 +270,7 @@ def test_the_step_of_a_run_that_is_ended_deletes_the_job_within_a_second(server:
     wait_until(lambda: not server.jobs, seconds=15)
 
 
-def test_a_drained_step_leaves_the_job_which_the_next_attempt_follows(
-    server: Server, shown: Callable[[], str]
-) -> None:
+def test_a_drained_step_leaves_the_job_which_the_next_attempt_follows(server: Server, shown: Callable[[], str]) -> None:
     """The node on which the step only waits is drained; the run is not ended, and training goes on."""
     server.workflows = {"mine": "Running"}
     process = start_job(server, pipeline_run="mine")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tailtune.errors import UserError
-from tailtune.jobs.failure import NUM_SHOWN_LINES, classify, explain
-from tailtune.jobs.job import BadInput
+from tailtune.jobs.failure import NUM_SHOWN_LINES, classify, explain, would_recur
+from tailtune.jobs.job import PermanentFailure
 from tailtune.jobs.logs import LineDeduplicator, split_timestamp
 from tailtune.jobs.node import termination_message
 from tailtune.jobs.pods import failures, why_pending
@@ -101,11 +101,26 @@ def test_an_evicted_pod_without_containers_is_a_failure() -> None:
     assert "(preempted) in pod a-worker-0, Evicted: low on memory" in str(explain("a", evictions, ""))
 
 
+@pytest.mark.parametrize(
+    ("reason", "message", "recurs"),
+    [("OOMKilled", "", True), ("Error", "torch.OutOfMemoryError: CUDA out of memory.", True), ("Error", "", False)],
+)
+def test_too_little_memory_would_recur_even_after_another_failure(reason: str, message: str, recurs: bool) -> None:
+    first, second = (
+        pod(name, containerStatuses=[{"lastState": ended(137, why, at, text)}])
+        for name, why, at, text in (("a", "Error", "1", ""), ("b", reason, "2", message))
+    )
+    both = failures([first, second])
+    assert would_recur(both) is recurs
+    error = explain("a", both, "")
+    assert isinstance(error, PermanentFailure) is recurs and f"in pod {'b' if recurs else 'a'}," in str(error)
+
+
 def test_a_user_error_of_a_rank_is_the_whole_message() -> None:
     result = TorchrunResult(1, UserError("the data are no data; none", "give data"), False, "rank 0 failed", ("x",))
     state = ended(1, "Error", "", termination_message(result))
     error = explain("a", failures([pod("a", containerStatuses=[{"state": state}])]), "failed")
-    assert isinstance(error, BadInput)
+    assert isinstance(error, PermanentFailure)
     assert (error.problem, error.remedy) == ("the data are no data; none", "give data")
 
 
@@ -114,7 +129,7 @@ def test_a_user_error_of_a_rank_is_the_whole_message() -> None:
 def test_a_termination_message_without_a_user_error_is_another_failure(message: str) -> None:
     status = {"state": ended(1, "Error", "", message)}
     error = explain("a", failures([pod("a", containerStatuses=[status])]), "failed")
-    assert not isinstance(error, BadInput) and "job 'a' failed (code)" in str(error)
+    assert not isinstance(error, PermanentFailure) and "job 'a' failed (code)" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The local back end: torchrun with modules that fail in different ways."""
 
 import inspect
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 from tailtune.jobs.job import Job, JobFailed
 from tailtune.jobs.local import run_job
-from tailtune.jobs.node import torchrun_options
+from tailtune.jobs.node import NodeLog, torchrun_options
 from tailtune.jobs.torchrun import torchrun_module
 
 MODULES = {
@@ -27,6 +28,11 @@ MODULES = {
             "        print('asked to stop for', round(time.monotonic() - start), flush=True)\n        time.sleep(0.5)\n"
             "signal.signal(signal.SIGTERM, stop)\ntime.sleep(1)\n"
             "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)",
+    "stopped": "import os, signal, sys, time\n"
+               "def stop(*_):\n    print('tailtune | checkpoint saved', flush=True)\n    sys.exit(143)\n"
+               "signal.signal(signal.SIGTERM, stop)\ntime.sleep(1)\n"
+               "launcher = int(os.environ['LAUNCHER'])\n"
+               "if os.environ['RANK'] == '1': os.kill(launcher, signal.SIGTERM)\ntime.sleep(60)",
     "user": "import json, os, sys\nopen(os.environ['STARTS'], 'a').write('x')\n"
             "error = {'problem': 'the data are no data; none', 'remedy': 'give data'}\n"
             "open(os.environ['TAILTUNE_ERROR_FILE'], 'w').write(json.dumps(error))\n"
@@ -38,7 +44,7 @@ MODULES = {
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     for name, source in MODULES.items():
         (tmp_path / f"job_{name}.py").write_text(source)
-    environment = {"PYTHONPATH": str(tmp_path), "STARTS": str(tmp_path / "starts")}
+    environment = {"PYTHONPATH": str(tmp_path), "STARTS": str(tmp_path / "starts"), "LAUNCHER": str(os.getpid())}
     return Job(name="test", module=f"job_{request.param}", args=(), ranks_per_node=2, environment=environment,
                max_restarts=1 if request.param in ("once", "user") else 0, shutdown_seconds=5)  # fmt: skip
 
@@ -101,3 +107,28 @@ def test_every_timeout_of_the_rendezvous_is_start_seconds() -> None:
     assert conf == {"is_host": "0", "join_timeout": "3600", "timeout": "3600", "read_timeout": "3600"}
     backend = inspect.getsource(c10d_rendezvous_backend)
     assert 'get_as_int("read_timeout"' in backend, "the name that torch reads"
+
+
+def test_a_nodes_log_outlives_its_pod_and_its_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("first", "second"):
+        NodeLog(tmp_path / "logs" / "node-0.log")(f"[rank 0] {text}\n")
+    lines = (tmp_path / "logs" / "node-0.log").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("==== 20")] == ["[rank 0] first", "[rank 0] second"]
+    assert len(lines) == 4 and capsys.readouterr().out == "[rank 0] first\n[rank 0] second\n"
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null/node-0.log"])
+def test_a_log_that_cannot_be_kept_does_not_end_the_training(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show = NodeLog(Path(path))
+    for i in range(3):
+        show(f"line {i}\n")
+    assert capsys.readouterr().out == "line 0\nline 1\nline 2\n"
+
+
+@pytest.mark.parametrize("job", ["stopped"], indirect=True)
+def test_a_stop_that_was_asked_for_is_no_traceback(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobFailed, match="was stopped by a signal"):
+        run_job(job)
+    err = capfd.readouterr().err
+    assert "tailtune | checkpoint saved" in err
+    assert "Traceback" not in err and "SignalException" not in err

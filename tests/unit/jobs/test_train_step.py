@@ -1,5 +1,6 @@
 """The train step: which failures are retried."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ from conftest import tiny_recipe, write_rows
 
 from tailtune.errors import UserError
 from tailtune.jobs import follow, kubernetes
-from tailtune.jobs.job import BadInput, Job, JobFailed
-from tailtune.jobs.train_step import train_stage
+from tailtune.jobs.job import Job, JobFailed, PermanentFailure
+from tailtune.jobs.train_step import STEP_RETRY_SECONDS, train_stage
 from tailtune.parquet.write import write_parquet
 from tailtune.run import Run
 
@@ -41,13 +42,28 @@ def step(folder: Path, pipeline_run: str = "first-id") -> None:
 
 
 def test_bad_input_is_not_retried_in_the_same_run(tmp_path: Path, attempts: list[JobFailed]) -> None:
-    attempts += [BadInput("max_length 4 leaves no room", "raise it"), BadInput("another run tries again")]
+    attempts += [
+        PermanentFailure("max_length 4 leaves no room", "raise it"),
+        PermanentFailure("another run tries again"),
+    ]
     for _ in range(3):
-        with pytest.raises(BadInput, match="max_length 4 leaves no room; raise it"):
+        with pytest.raises(PermanentFailure, match="max_length 4 leaves no room; raise it"):
             step(tmp_path)
     assert len(attempts) == 1, "one job for three attempts"
-    with pytest.raises(BadInput, match="another run tries again"):
+    with pytest.raises(PermanentFailure, match="another run tries again"):
         step(tmp_path, "second-id")
+
+
+def test_a_permanent_failure_is_tried_again_when_a_person_retries_the_run(
+    tmp_path: Path, attempts: list[JobFailed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts += [PermanentFailure("out of memory"), PermanentFailure("and again")]
+    with pytest.raises(PermanentFailure, match="out of memory"):
+        step(tmp_path)
+    later = time.time() + STEP_RETRY_SECONDS
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(PermanentFailure, match="and again"):
+        step(tmp_path)
 
 
 def test_a_retried_step_leaves_the_directories_to_an_active_run_of_the_same_name(

@@ -1,0 +1,61 @@
+"""Which exceptions of a rank another attempt would meet again, so that nobody repeats them."""
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tailtune.errors import UserError, one_line
+from tailtune.files import read_json, write_json
+
+GPU_MEMORY = r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*'out of memory'"
+HOST_MEMORY = r"DefaultCPUAllocator: .*(not enough|can't allocate) memory"
+FROM_OUTSIDE = (
+    r"[Gg]loo|NCCL|[Cc]onnection (refused|reset|closed)|[Tt]imed out|[Tt]imeout|is killed by signal"
+    r"|CUDA error(?!: device-side assert)"
+)
+"""Messages of errors that another rank, the network, a GPU or its driver has caused."""
+
+
+@contextmanager
+def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> Iterator[None]:
+    """Raise UserError for an exception inside the block that would occur again, after printing its traceback.
+
+    These are: too little memory on the GPU or host, and an exception from the same line at the same training step as in
+    the attempt before, unless its cause is outside this process. `last_error-RANK.json` in `output` remembers it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if permanent := _explain(error, output / f"last_error-{rank}.json", step()):
+            traceback.print_exc()
+            raise permanent from None
+        raise
+
+
+def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:
+    text = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, torch.OutOfMemoryError) or re.search(GPU_MEMORY, text):
+        return UserError(
+            f"out of memory on the GPU at step {step}: {text}",
+            "lower batch_size and raise stages.0.trainer.gradient_accumulation_steps, then lower max_length",
+        )
+    if isinstance(error, MemoryError) or re.search(HOST_MEMORY, text):
+        return UserError(
+            f"out of memory on the host at step {step}: {text}",
+            "raise resources.memory, or set stages.0.tail.cache=disk",
+        )
+    if isinstance(error, OSError | dist.DistError) or re.search(FROM_OUTSIDE, text):
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    fault = {"step": step, "type": type(error).__name__, "line": f"{frame.filename}:{frame.lineno}"}
+    if read_json(last_path) == fault:
+        return UserError(f"the same error at step {step} in two attempts: {text}", "its traceback is above")
+    write_json(last_path, fault)
+    return None
