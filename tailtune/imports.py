@@ -38,13 +38,12 @@ def requirements(extra: str = "") -> list[Requirement]:
         texts = metadata.requires("tailtune") or []
     except metadata.PackageNotFoundError:
         raise UserError("tailtune itself is not installed", INSTALL) from None
-    found = []
-    for requirement in map(Requirement, texts):
-        always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        added = requirement.marker is not None and requirement.marker.evaluate({"extra": extra}) and not always
-        if added if extra else always:
-            found.append(requirement)
-    return found
+
+    def applies(requirement: Requirement, extra: str) -> bool:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+    all_of_them = [Requirement(text) for text in texts]
+    return [one for one in all_of_them if applies(one, extra) and not (extra and applies(one, ""))]
 
 
 def installed_version(name: str) -> str | None:

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tailtune
-from tailtune.imports import INSTALL_TRAIN, missing_packages, requirements
+from tailtune.errors import UserError
+from tailtune.imports import INSTALL, INSTALL_TRAIN, require_train, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -112,7 +113,9 @@ def test_a_run_is_compiled_submitted_watched_and_cancelled(
     submitted = run(light, "pipeline.py", "--submit", "--watch", "--recipe", str(own), "-p", "epochs=2")
     assert submitted.returncode == 0 and "the run succeeded" in submitted.stderr, submitted.stderr
     assert len(server.runs) == 1 and [file for file in server.files.values() if b"train-stage" in file]
-    assert f"the run's first step checks the trainer arguments; to check them here, {INSTALL_TRAIN}\n" in submitted.stderr
+    assert (
+        f"the run's first step checks the trainer arguments; to check them here, {INSTALL_TRAIN}\n" in submitted.stderr
+    )
     server.states = ["RUNNING"]
     assert run(light, "pipeline.py", "--submit", "--run-name", "one").returncode == 0
     with cluster(tmp_path / "cluster") as kubernetes:
@@ -199,9 +202,18 @@ def test_the_doctor_warns_of_a_half_installed_extra(light: Path, tmp_path: Path)
     assert re.search(r"! packages +enough to submit; local runs also need accelerate, .* more\n", done.stdout)
 
 
-def test_the_requirements_of_an_extra_are_only_what_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_metadata(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert requirements() == list(map(Requirement, PROJECT["dependencies"]))
-    assert [requirement.name for requirement in requirements("train")] == [Requirement(t).name for t in EXTRAS["train"]]
-    assert missing_packages("train") == "", "those who develop tailtune have everything"
+def test_the_requirements_of_an_extra_are_only_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["everywhere", 'here; python_version >= "3"', 'elsewhere; python_version < "3"', 'added; extra == "train"',
+             'tests; extra == "dev"']  # fmt: skip
+    monkeypatch.setattr(metadata, "requires", lambda name: texts)
+    assert [requirement.name for requirement in requirements()] == ["everywhere", "here"]
+    assert [requirement.name for requirement in requirements("train")] == ["added"]
+
+
+def test_a_checkout_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_found)
+    with pytest.raises(UserError, match=re.escape(f"tailtune itself is not installed; {INSTALL}")):
+        require_train("--local")
