@@ -20,6 +20,7 @@ from pipeline_local import local_parameters, local_recipe, relative, run_local
 from pipeline_server import ActiveRun, PipelineServer, find_connection, trigger
 from tailtune import __version__
 from tailtune.errors import UserError
+from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
@@ -340,12 +341,13 @@ def main(
         elif runs:
             overrides = local_parameters(parse_parameters(parameters))
             if local_run:
+                require_train("--local")
                 recipe = local_recipe(recipe_name, run_name, overrides)
             else:
                 loaded = load_recipe(recipe_name or "survival")
                 recipe = with_overrides(loaded, overrides)
             if dry_run:
-                check_recipe(recipe)
+                check_recipe(recipe, before_submit=not local_run)
                 if not local_run:
                     check_volume_names(recipe.cluster)
                 _print_resolved(recipe)
@@ -359,7 +361,7 @@ def main(
             # everything is checked before anything is uploaded
             if when is not None:
                 trigger(when)
-            check_recipe(recipe)
+            check_recipe(recipe, before_submit=True)
             check_volume_names(recipe.cluster)
             server = PipelineServer(find_connection(endpoint, namespace))
             if when is not None:

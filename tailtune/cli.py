@@ -12,6 +12,7 @@ import click
 from tailtune import __version__
 from tailtune.errors import UserError
 from tailtune.files import read_json
+from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
 from tailtune.manifest import read_manifest
@@ -61,6 +62,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
     """Ask one QUESTION, with the system prompt and the settings that the model was trained with."""
     if not question.strip():
         raise UserError("the question is empty", "write one in quotes")
+    require_train("ask")
     run = _load_run(run_dir)
     models = {"base": _base_model_dir(run), "tuned": run.best_model_dir}
     chosen = ["base", "tuned"] if which == "both" else [which]
@@ -85,6 +87,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
 @_one_line_errors
 def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parameters: tuple[str, ...]) -> None:
     """Evaluate a MODEL directory on the validation rows; prints JSON that `tailtune gate` reads."""
+    require_train("evaluate")
     resolved = _recipe(recipe, parameters)
     path = data_dir / DATA_FILE
     if not path.is_file():

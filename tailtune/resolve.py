@@ -6,12 +6,14 @@ from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.files import free_bytes, write_json
-from tailtune.imports import uncollected
+from tailtune.imports import INSTALL_TRAIN, uncollected
 from tailtune.log import log
 from tailtune.owner import take_ownership
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
+from tailtune.train.arguments import check_trainer_arguments, check_trainer_values
+from tailtune.train.hardware import find_profile
 from tailtune.training_key import has_trained, refuse_other_settings
 
 RESERVED_VOLUMES = frozenset({
@@ -95,13 +97,23 @@ def check_volume_names(names: ClusterNames) -> None:
             raise UserError(f"{parameter} '{name}' is also the name of another claim or secret", "choose another")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Check what the schema cannot: trainer arguments and hardware profile. Imports torch and TRL. Raises UserError."""
-    with uncollected():
-        import transformers.integrations.integration_utils  # noqa: F401  SFTConfig imports it when it is made
-        from trl import SFTConfig  # noqa: F401
+def check_recipe(recipe: Recipe, *, before_submit: bool = False) -> None:
+    """Check what the schema cannot: hardware profile and trainer arguments. Imports torch and TRL. Raises UserError.
 
-        from tailtune.train.arguments import check_trainer_arguments
-        from tailtune.train.hardware import find_profile
-    check_trainer_arguments(recipe)
+    Before a run is submitted, TRL may not be installed: then the run's first step checks what only TRL knows.
+    """
     find_profile("cpu", recipe.hardware.profile)
+    check_trainer_values(recipe)
+    try:
+        with uncollected():
+            import transformers.integrations.integration_utils  # noqa: F401  SFTConfig imports it when it is made
+            from trl import SFTConfig  # noqa: F401
+    except ModuleNotFoundError:
+        if not before_submit:
+            raise
+        log.info(
+            "TRL is not installed: the run's first step checks the trainer arguments; to check them here, %s",
+            INSTALL_TRAIN,
+        )
+        return
+    check_trainer_arguments(recipe)

@@ -1,20 +1,24 @@
 """What would stop a run on this machine: Python, packages, GPU, ports, disk."""
 
+import importlib.util
+import os
 import platform
 import shutil
 import socket
 from collections.abc import Iterator
 from importlib import metadata
 
-from packaging.requirements import Requirement
-
 from tailtune.doctor.findings import BLOCKS, GIGABYTE, OK, WARNING, Finding
+from tailtune.imports import INSTALL, INSTALL_TRAIN, installed_version, missing_packages, requirements
 from tailtune.jobs.local import count_gpus
 
 
 def local_findings() -> Iterator[Finding]:
     yield Finding("python", OK, platform.python_version())
-    yield from _packages()
+    missing = missing_packages("train")
+    yield from _packages(missing)
+    if missing:
+        return  # what follows is for local runs
     num_gpus = count_gpus()
     if not num_gpus:
         yield Finding("gpu", OK, "no NVIDIA GPU here: local runs train a small model on the CPU")
@@ -38,22 +42,28 @@ def local_findings() -> Iterator[Finding]:
     yield Finding("disk", status, f"{free / GIGABYTE:.0f} GB free here", "" if status == OK else "free some space")
 
 
-def _packages() -> Iterator[Finding]:
-    """Compare the installed versions with those that tailtune requires."""
-    mismatches = []
-    for text in metadata.requires("tailtune") or []:
-        requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            mismatches.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            mismatches.append(f"{requirement.name} is {version}, needed {requirement.specifier}")
-    if mismatches:
-        yield Finding("packages", BLOCKS, "; ".join(mismatches), "pip install -c constraints.txt -e .")
-    else:
+def _packages(missing: str) -> Iterator[Finding]:
+    """Compare the installed versions with those that tailtune requires.
+
+    Only in an image must all packages be there: elsewhere `missing`, those of local runs, may be.
+    """
+    complete = not missing or "TAILTUNE_IMAGE" in os.environ
+    if faults := [*_faults(), *(_faults("train") if complete else ())]:
+        yield Finding("packages", BLOCKS, "; ".join(faults), INSTALL_TRAIN if complete else INSTALL)
+    elif complete:
         shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl", "kfp"))
         yield Finding("packages", OK, shown)
+    elif importlib.util.find_spec("torch"):
+        yield Finding("packages", WARNING, f"enough to submit; local runs also need {missing}", INSTALL_TRAIN)
+    else:
+        yield Finding("packages", OK, f"kfp {metadata.version('kfp')}, enough to submit; for local runs: "
+                                      f"{INSTALL_TRAIN}")  # fmt: skip
+
+
+def _faults(extra: str = "") -> Iterator[str]:
+    for requirement in requirements(extra):
+        version = installed_version(requirement.name)
+        if version is None:
+            yield f"{requirement.name} is missing"
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} is {version}, needed {requirement.specifier}"

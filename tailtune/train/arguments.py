@@ -42,8 +42,25 @@ NUM_EVALUATIONS = 10
 NUM_LOG_LINES = 20
 
 
+def check_trainer_values(recipe: Recipe) -> None:
+    """Raise UserError for what tailtune itself refuses in a stage's `trainer`. Needs neither torch nor TRL."""
+    for index, stage in enumerate(recipe.stages):
+        for name, value in stage.trainer.items():
+            where = f"stages.{index}.trainer.{name}"
+            if name in SET_BY_TAILTUNE:
+                raise UserError(f"{where} cannot be set: {SET_BY_TAILTUNE[name]}")
+            if not isinstance(value, int | float):
+                continue
+            if name == "save_total_limit" and value < 2:
+                raise UserError(f"{where} is {value}", "keep at least 2, the best checkpoint and the last")
+            if math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf):
+                remedy = "give a finite number above 0" if name in POSITIVE else "give a finite number"
+                raise UserError(f"{where} is {value}", remedy)
+
+
 def check_trainer_arguments(recipe: Recipe) -> None:
     """Raise UserError when a stage's `trainer` would not be accepted by SFTConfig. Needs torch and TRL."""
+    check_trainer_values(recipe)
     for index, stage in enumerate(recipe.stages):
         _check_names_and_types(stage.trainer, f"stages.{index}.trainer")
         _check_reporters(stage.trainer, f"stages.{index}.trainer")
@@ -129,8 +146,6 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
     hints = typing.get_type_hints(SFTConfig)
     known = [field.name for field in dataclasses.fields(SFTConfig)]
     for name, value in trainer.items():
-        if name in SET_BY_TAILTUNE:
-            raise UserError(f"{where}.{name} cannot be set: {SET_BY_TAILTUNE[name]}")
         if name not in known:
             hint = did_you_mean(name, known, cutoff=0.6)
             remedy = "" if hint else "see the arguments of trl.SFTConfig"
@@ -142,12 +157,6 @@ def _check_names_and_types(trainer: dict[str, Any], where: str) -> None:
             raise UserError(f"{where}.{name} is {value!r}: {problem}", "use a value of that type") from None
         except (PydanticSchemaGenerationError, PydanticUserError):
             continue  # a type that pydantic cannot describe: SFTConfig itself judges the value
-        number = isinstance(value, int | float)
-        if name == "save_total_limit" and number and value < 2:
-            raise UserError(f"{where}.{name} is {value}", "keep at least 2, the best checkpoint and the last")
-        if number and (math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf)):
-            remedy = "give a finite number above 0" if name in POSITIVE else "give a finite number"
-            raise UserError(f"{where}.{name} is {value}", remedy)
 
 
 def _check_reporters(trainer: dict[str, Any], where: str) -> None:

@@ -2,19 +2,23 @@
 
 A profile sets precision, attention and the largest micro-batch. The effective batch per rank comes from the recipe and
 never changes. The plan is logged; what actually took effect is read back from the loaded model.
+
+The module imports without torch: `hardware.profile` is checked where a run is submitted, too.
 """
 
 import ctypes
 import importlib.util
 import re
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from tailtune.errors import UserError
 from tailtune.recipe.schema import Hardware
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,11 @@ class HardwarePlan:
     gradient_accumulation_steps: int
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.precision]
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        dtype: torch.dtype = getattr(torch, DTYPES[self.precision])
+        return dtype
 
     def describe(self) -> str:
         return (
@@ -64,6 +71,8 @@ class HardwarePlan:
 
 def device_name() -> str:
     """Return `cpu`, or the name of the GPU that this rank uses."""
+    import torch
+
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
@@ -83,6 +92,8 @@ def find_profile(device: str, name: str = "auto") -> Profile:
 
 def plan_hardware(hardware: Hardware, batch_size: int, accumulation_steps: int) -> HardwarePlan:
     """Plan profile, precision, attention and micro-batch for the device of this process."""
+    import torch
+
     device = device_name()
     profile = find_profile(device, hardware.profile)
     precision = profile.precision if hardware.precision == "auto" else hardware.precision

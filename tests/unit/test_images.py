@@ -85,7 +85,7 @@ def test_the_locked_versions_are_those_of_the_tests(name: str) -> None:
 def test_every_dependency_except_torch_is_locked(image: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions_locked = versions(f"{image}/requirements.txt")
-    for requirement in map(Requirement, project["dependencies"]):
+    for requirement in map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"]):
         if requirement.name != "torch":
             assert requirement.specifier.contains(Version(versions_locked[canonicalize_name(requirement.name)]))
 
@@ -133,6 +133,15 @@ def test_the_image_runs_as_any_user_and_writes_to_scratch_space(image: str) -> N
 def test_the_version_is_the_projects_own(image: str) -> None:
     assert arguments(image)["VERSION"] == tailtune.__version__
     assert environment(image)["TAILTUNE_IMAGE"] == f"tailtune-{image}:${{VERSION}}"
+
+
+@each_image
+def test_the_build_fails_unless_all_packages_of_the_steps_are_there(image: str) -> None:
+    """The doctor demands those of the extra `train` where it knows that it is in an image."""
+    names = [name if name == "RUN" else value.partition("=")[0] for name, value in instructions(image)]
+    last_run = len(names) - 1 - names[::-1].index("RUN")
+    assert names.index("TAILTUNE_IMAGE") < last_run
+    assert instructions(image)[last_run][1].endswith("tailtune doctor --local")
 
 
 @pytest.mark.parametrize("name", ["TAILTUNE_GIT_COMMIT", "OPENSHIFT_BUILD_COMMIT"])
