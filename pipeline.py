@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from tailtune.jobs.pods import QUEUE_LABEL
 from tailtune.recipe.schema import Recipe, Resources
 from tailtune.run import MOUNTS
 
@@ -23,14 +24,13 @@ SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS_DIR}/hf/token", "TAILTUNE_S3_SECRET_
 def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]:
     """Return the KFP pipeline of a recipe; its parameters default to the recipe's values.
 
-    Only on a cluster does the doctor run first, are failed steps retried, and does a last step delete what is left of
-    the run's training job.
+    Only on a cluster does the first step ask the doctor, are failed steps retried, and does a last step delete what a
+    run that was ended has left of its training job.
 
     KFP's cache is off: results are paths, and each step knows from its manifest what is complete.
     """
     from kfp import dsl
 
-    from components.check_cluster import check_cluster
     from components.evaluate_model import evaluate_model
     from components.fail_if_rejected import fail_if_rejected
     from components.fetch_dataset import fetch_dataset
@@ -41,7 +41,6 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     from components.train_stage import train_stage
     from components.write_parquet import write_parquet
     from components.write_report import write_report
-    from tailtune import images
 
     default, resources = parameter_values(recipe), recipe.resources
 
@@ -55,6 +54,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         learning_rate: float = default["learning_rate"],
         num_nodes: int = default["num_nodes"],
         ranks_per_node: int = default["ranks_per_node"],
+        gpu: str = default["gpu"],
         queue: str = default["queue"],
         training_data_pvc: str = default["training_data_pvc"],
         trained_models_pvc: str = default["trained_models_pvc"],
@@ -62,7 +62,8 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         hf_secret: str = default["hf_secret"],
         s3_secret: str = default["s3_secret"],
         ca_secret: str = default["ca_secret"],
-        trainer_image: str = images.TRAINER,
+        pipeline_image: str = default["pipeline_image"],
+        trainer_image: str = default["trainer_image"],
         seed: int = default["seed"],
         data_dir: str = DIRECTORIES["data_dir"],
         models_dir: str = DIRECTORIES["models_dir"],
@@ -76,67 +77,62 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             training_data_pvc=training_data_pvc, trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc
         )
         secrets = dict(hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret)
-        placement = dict(num_nodes=num_nodes, ranks_per_node=ranks_per_node, queue=queue)
+        placement = dict(num_nodes=num_nodes, ranks_per_node=ranks_per_node, gpu=gpu, queue=queue)
 
-        # However the run ends, leave no training job of it behind.
+        # However the run ends, see to what is left of its training job.
         end = stop_jobs(job_id=job_id) if cluster else None
         with dsl.ExitHandler(end, name="run") if end else nullcontext():
-            # Look for what would stop the run on this cluster. Mounts nothing: a volume may be missing.
-            doctor = check_cluster(
-                recipe=recipe, data_source=data_source, trainer_image=trainer_image, **placement, **claims, **secrets
-            ) if cluster else None  # fmt: skip
-
-            # Fold the parameters into the recipe and check all of it.
+            # Fold the parameters into the recipe and check all of it. On a cluster, look for what would stop the run.
             resolved = resolve_recipe(
                 recipe=recipe, run_name=run_name, job_id=job_id, local=local, seed=seed,
                 base_model=base_model, model_revision=model_revision, data_source=data_source,
                 epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
+                pipeline_image=pipeline_image, trainer_image=trainer_image,
                 data_dir=data_dir, models_dir=models_dir, workspace_dir=workspace_dir, **placement, **claims, **secrets,
             )  # fmt: skip
-            if doctor:
-                resolved.after(doctor)
             run = resolved.output
 
-            # Fetch the data set to the data volume.
+            # Fetch the base model to the model volume, and side by side the data set to the data volume.
+            base = fetch_model(run=run)
             raw = fetch_dataset(run=run)
 
             # Convert it to one Parquet file. No directory means that a promoted run has trained on the same data.
             data = write_parquet(run=run, source=raw.output)
             data_directory = data.outputs["Output"]
             with dsl.If(data_directory != "", name="new-data"):
-                # Fetch the base model to the model volume, or build the small one.
-                base = fetch_model(run=run, data_dir=data_directory)
-
                 # Train: launch the distributed job and follow it to its end.
-                tuned = train_stage(
-                    run=run, data_dir=data_directory, base_model_dir=base.output, trainer_image=trainer_image
-                )
-                models = {"base_model_dir": base.output, "tuned_model_dir": tuned.outputs["Output"]}
+                tuned = train_stage(run=run, data_dir=data_directory).after(base)
+                tuned_model = tuned.outputs["Output"]
 
                 # Evaluate the base and the tuned model on the validation rows.
-                evaluation = evaluate_model(run=run, data_dir=data_directory, **models)
+                evaluation = evaluate_model(run=run, data_dir=data_directory, tuned_model_dir=tuned_model)
 
                 # Judge the evaluation by the recipe's rules.
                 gate = promotion_gate(run=run, evaluation=evaluation.outputs["Output"])
 
-                # Write the report. The run of a rejected model then fails, with its verdict and report kept.
-                with dsl.If(gate.outputs["Output"] == "pass", name="passed"):
-                    promoted_report = write_report(run=run, **models)
-                with dsl.Else(name="failed"):
-                    rejected_report = write_report(run=run, **models)
-                    rejection = fail_if_rejected(run=run, report=rejected_report.outputs["Output"])
-        steps = (resolved, raw, data, base, tuned, evaluation, gate, promoted_report, rejected_report, rejection)
-        for task in (*filter(None, (end, doctor)), *steps):
+                # Write the report.
+                report = write_report(run=run, tuned_model_dir=tuned_model).after(gate)
+
+                # The run of a rejected model fails, with its verdict and report kept.
+                with dsl.If(gate.outputs["Output"] == "fail", name="rejected"):
+                    rejection = fail_if_rejected(run=run, report=report.outputs["Output"])
+
+        steps = (resolved, base, raw, data, tuned, evaluation, gate, report, rejection)
+        for task in (*filter(None, (end,)), *steps):
             task.set_caching_options(False)
-        for task in steps:
+        if not cluster:
+            return
+        models = (evaluation, report)
+        for task in (end, *steps):
+            task.set_container_image(trainer_image if task in models else pipeline_image)
+            _place(task, resources, loads_models=task in models)
+        for task in models:
+            task.set_accelerator_type(gpu).set_accelerator_limit(1)
+        for task in steps[1:]:  # a missing volume must not block the first step, which reports it
             _mount_volumes(task, **claims)
-        for task in (evaluation, promoted_report, rejected_report):
-            _use_gpu(task, resources)
-        if cluster:
-            for task in (raw, base, tuned):  # another attempt at training follows the job that exists
-                _retry(task)
-            for task in (raw, base):
-                _mount_secrets(task, **secrets)
+        for task in (raw, base, tuned):  # another attempt at training follows the job that exists
+            _retry(task)
+            _mount_secrets(task, **secrets)
 
     return pipeline
 
@@ -149,17 +145,22 @@ def _mount_volumes(task: Any, training_data_pvc: Any, trained_models_pvc: Any, w
         kubernetes.mount_pvc(task, pvc_name=claim, mount_path=MOUNTS[directory])
 
 
-def _use_gpu(task: Any, resources: Resources) -> None:
-    """Give a step one GPU and a node that has it, unless the recipe trains without."""
+def _place(task: Any, resources: Resources, *, loads_models: bool) -> None:
+    """Ask for CPU and memory, as quotas may demand; choose nodes and the queue as for the training job."""
     from kfp import kubernetes
 
-    if not resources.gpu:
-        return
-    task.set_accelerator_type(resources.gpu).set_accelerator_limit(1)
+    if loads_models:
+        task.set_cpu_request(resources.cpu_request).set_cpu_limit(resources.cpu)
+        task.set_memory_request(resources.memory_request).set_memory_limit(resources.memory)
+    else:
+        task.set_cpu_request(resources.step_cpu_request).set_cpu_limit(resources.step_cpu)
+        task.set_memory_request(resources.step_memory_request).set_memory_limit(resources.step_memory)
     for toleration in resources.tolerations:
         kubernetes.add_toleration(task, **toleration)
     for label, value in resources.node_selector.items():
         kubernetes.add_node_selector(task, label_key=label, label_value=value)
+    if resources.queue:
+        kubernetes.add_pod_label(task, QUEUE_LABEL, resources.queue)
 
 
 def _retry(task: Any) -> None:
@@ -190,6 +191,7 @@ def parameter_values(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": float(trainer["learning_rate"]),
         "num_nodes": recipe.resources.num_nodes,
         "ranks_per_node": recipe.resources.ranks_per_node,
+        "gpu": recipe.resources.gpu,
         "queue": recipe.resources.queue,
         "training_data_pvc": recipe.cluster.data_claim,
         "trained_models_pvc": recipe.cluster.models_claim,
@@ -197,6 +199,8 @@ def parameter_values(recipe: Recipe) -> dict[str, Any]:
         "hf_secret": recipe.cluster.hf_secret,
         "s3_secret": recipe.cluster.s3_secret,
         "ca_secret": recipe.cluster.ca_secret,
+        "pipeline_image": recipe.cluster.pipeline_image,
+        "trainer_image": recipe.cluster.trainer_image,
         "seed": recipe.seed,
     }
 

@@ -18,7 +18,7 @@ import yaml
 from pipeline import make_pipeline, parameter_values
 from pipeline_local import local_parameters, local_recipe, relative, run_local
 from pipeline_server import ActiveRun, PipelineServer, find_connection, trigger
-from tailtune import __version__
+from tailtune import __version__, images
 from tailtune.errors import UserError
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
@@ -29,6 +29,11 @@ from tailtune.resolve import check_recipe, check_run_name, check_volume_names
 
 ROOT = Path(__file__).resolve().parent
 COMPILED = ROOT / "compiled"
+COMPILED_RESOURCES = (
+    "cpu", "cpu_request", "memory", "memory_request", "step_cpu", "step_cpu_request", "step_memory",
+    "step_memory_request", "queue", "tolerations", "node_selector",
+)  # fmt: skip
+"""Keys of a recipe's resources that are compiled into the steps; all others are run parameters."""
 END_SECONDS = 300
 """How long --end-runs waits for terminated runs: their last step still runs."""
 
@@ -102,14 +107,11 @@ def step_names(compiled: Path) -> frozenset[str]:
 def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
     """Return the path of the recipe's compiled file. Raises UserError.
 
-    It is the committed one in compiled/, unless the recipe is a user's own, the images are in another registry, or
-    `final`, the recipe with all its overrides, needs other nodes for the steps that run models. Then it is compiled
-    into `folder`.
+    It is the committed one in compiled/, unless the recipe is a user's own, or `final`, the recipe with all its
+    overrides, asks for other nodes, a queue or other quantities for the steps. Then it is compiled into `folder`.
     """
-    from tailtune import images
-
-    nodes = {name: getattr(final.resources, name) for name in ("gpu", "tolerations", "node_selector")}
-    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=nodes)})
+    placement = {name: getattr(final.resources, name) for name in COMPILED_RESOURCES}
+    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=placement)})
     committed = COMPILED / f"{recipe.name}.yaml"
     path = folder / committed.name
     compile_recipe(variant, path)
@@ -118,7 +120,7 @@ def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
             raise UserError(
                 f"a recipe of your own is named '{recipe.name}' like a built-in one", "give it another name"
             )
-        if variant == recipe and images.REGISTRY == images.INTERNAL:
+        if variant == recipe:
             if not committed.is_file() or committed.read_bytes() != path.read_bytes():
                 raise UserError(
                     f"{relative(committed)} is not what the recipe compiles to", "run python pipeline.py first"
@@ -267,8 +269,8 @@ def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") 
 @click.option("--unschedule", "unscheduled", metavar="NAME", help="Delete the schedule of this name. While a run of it "
               "is in progress, only disable it.")  # fmt: skip
 @click.option("--end-runs", "ending", is_flag=True, help="With --unschedule: end its runs first.")
-@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, if not in the cluster's own "
-              "registry. Overrides TAILTUNE_IMAGE_REGISTRY.")  # fmt: skip
+@click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, if not in image streams of "
+              "the project: sets pipeline_image and trainer_image. Overrides TAILTUNE_IMAGE_REGISTRY.")  # fmt: skip
 @click.option("--endpoint", help="Address of the pipeline server. By default, that of the login's project.")
 @click.option("--namespace", help="Project on the cluster. By default, that of the login.")
 @click.option("--dry-run", is_flag=True, help="Check and print the resolved recipe and parameters; run nothing.")
@@ -316,12 +318,8 @@ def main(
         raise click.UsageError("--end-runs needs --unschedule")
     if watch and not submit_run:
         raise click.UsageError("--watch needs --submit")
-    if image_registry:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
-            raise click.UsageError(
-                f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag"
-            )
-        os.environ["TAILTUNE_IMAGE_REGISTRY"] = image_registry  # read when tailtune.images is imported
+    if image_registry and not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
+        raise click.UsageError(f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag")
     configure()
     try:
         if list_them:
@@ -345,6 +343,7 @@ def main(
                 recipe = local_recipe(recipe_name, run_name, overrides)
             else:
                 loaded = load_recipe(recipe_name or "survival")
+                overrides = {**images.in_registry(image_registry), **overrides}
                 recipe = with_overrides(loaded, overrides)
             if dry_run:
                 check_recipe(recipe, before_submit=not local_run)

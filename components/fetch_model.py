@@ -1,4 +1,7 @@
-"""Provide the base model: fetched to the model volume, used in place, or built small."""
+"""Fetch the base model to the model volume, while the data is fetched.
+
+A model that is made from the data, or of a run that may find no new data, is left to the train step.
+"""
 
 from kfp import dsl
 
@@ -6,16 +9,20 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def fetch_model(run: str, data_dir: str) -> str:
+def fetch_model(run: str) -> str:
     """Return the directory of the base model."""
-    from pathlib import Path
-
     from tailtune.fetch.certificates import trust_mounted_certificates
-    from tailtune.fetch.model import provide_base_model
-    from tailtune.log import step
+    from tailtune.fetch.model import base_model_path, provide_base_model
+    from tailtune.log import log, step
+    from tailtune.owner import claim
     from tailtune.run import Run
 
     with step("model"):
         trust_mounted_certificates()
         this = Run.from_json(run)
-        return str(provide_base_model(this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir))
+        if this.recipe.model.base_model == "small" or this.recipe.data.skip_unchanged:
+            log.info("model: left to the train step")
+        else:
+            claim(this)
+            provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir)
+        return str(base_model_path(this))

@@ -1,4 +1,7 @@
-"""Fold the run parameters into the recipe and check all of it, before anything runs."""
+"""Fold the run parameters into the recipe, check all of it, and let the doctor check the cluster, before anything runs.
+
+On a cluster it mounts nothing: a missing volume is one of the doctor's findings.
+"""
 
 from kfp import dsl
 
@@ -18,7 +21,10 @@ def resolve_recipe(
     learning_rate: float,
     num_nodes: int,
     ranks_per_node: int,
+    gpu: str,
     queue: str,
+    pipeline_image: str,
+    trainer_image: str,
     training_data_pvc: str,
     trained_models_pvc: str,
     workspace_pvc: str,
@@ -39,7 +45,8 @@ def resolve_recipe(
         overrides = dict(
             base_model=base_model, model_revision=model_revision, data_source=data_source, epochs=epochs,
             batch_size=batch_size, learning_rate=learning_rate, num_nodes=num_nodes,
-            ranks_per_node=ranks_per_node, queue=queue, training_data_pvc=training_data_pvc,
+            ranks_per_node=ranks_per_node, gpu=gpu, queue=queue, pipeline_image=pipeline_image,
+            trainer_image=trainer_image, training_data_pvc=training_data_pvc,
             trained_models_pvc=trained_models_pvc, workspace_pvc=workspace_pvc, hf_secret=hf_secret,
             s3_secret=s3_secret, ca_secret=ca_secret, seed=seed,
         )  # fmt: skip

@@ -7,11 +7,13 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
-def train_stage(run: str, data_dir: str, base_model_dir: str, trainer_image: str, summary: Output[Metrics]) -> str:
+def train_stage(run: str, data_dir: str, summary: Output[Metrics]) -> str:
     """Return the directory of the best model."""
     import math
     from pathlib import Path
 
+    from tailtune.fetch.certificates import trust_mounted_certificates
+    from tailtune.fetch.model import provide_base_model
     from tailtune.files import read_json
     from tailtune.jobs.train_step import train_stage
     from tailtune.log import step
@@ -19,7 +21,9 @@ def train_stage(run: str, data_dir: str, base_model_dir: str, trainer_image: str
 
     with step("train"):
         this = Run.from_json(run)
-        best_model_dir = train_stage(this, Path(data_dir), Path(base_model_dir), trainer_image)
+        trust_mounted_certificates()
+        base = provide_base_model(this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir)
+        best_model_dir = train_stage(this, Path(data_dir), base)
         for name, value in read_json(this.models_dir / "training_summary.json").items():
             if isinstance(value, int | float) and math.isfinite(value):
                 summary.log_metric(name, value)

@@ -7,16 +7,18 @@ from tailtune import images
 
 
 @dsl.component(base_image=images.TRAINER, install_kfp_package=False)
-def write_report(run: str, base_model_dir: str, tuned_model_dir: str, report: Output[HTML]) -> str:
+def write_report(run: str, tuned_model_dir: str, report: Output[HTML]) -> str:
     """Return the path of the report, which is also an artifact."""
     import shutil
     from pathlib import Path
 
+    from tailtune.fetch.model import base_model_path
     from tailtune.log import step
     from tailtune.report.collect import write_report
     from tailtune.run import Run
 
     with step("report"):
-        path = write_report(Run.from_json(run), Path(base_model_dir), Path(tuned_model_dir))
+        this = Run.from_json(run)
+        path = write_report(this, base_model_path(this), Path(tuned_model_dir))
         shutil.copyfile(path, report.path)
         return str(path)

@@ -149,9 +149,10 @@ def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, loca
     from tailtune.doctor.examine import examine
     from tailtune.doctor.findings import as_json, as_lines, blocked
 
-    findings = examine(
-        _recipe(recipe, parameters), namespace, cluster=not local_only, images=images.both(image_registry)
-    )
+    overrides = {**images.in_registry(image_registry), **parse_parameters(parameters)}
+    asked = with_overrides(load_recipe(recipe), overrides)
+    findings = examine(asked, namespace, cluster=not local_only,
+                       images=(asked.cluster.pipeline_image, asked.cluster.trainer_image))  # fmt: skip
     click.echo(json.dumps(as_json(findings), indent=2) if print_json else "\n".join(as_lines(findings)))
     sys.exit(1 if blocked(findings) else 0)
 

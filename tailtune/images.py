@@ -1,17 +1,24 @@
-"""References of the two images. `pipeline.py --image-registry` compiles with another registry."""
+"""References of the two images.
+
+Without a registry they are the short names of image streams, which OpenShift resolves in the run's own project.
+"""
 
 import os
 
 from tailtune import __version__
 
-INTERNAL = "image-registry.openshift-image-registry.svc:5000/lyric-professor"
-REGISTRY = os.environ.get("TAILTUNE_IMAGE_REGISTRY") or INTERNAL
-PIPELINE = f"{REGISTRY}/tailtune-pipeline:{__version__}"
+PIPELINE = f"tailtune-pipeline:{__version__}"
 """Runs the steps that need no GPU."""
-TRAINER = f"{REGISTRY}/tailtune-trainer:{__version__}"
+TRAINER = f"tailtune-trainer:{__version__}"
 """Runs the pods of the training job and the steps that load models; has CUDA."""
 
 
-def both(registry: str | None = None) -> tuple[str, str]:
-    """Return the references of the pipeline's and the trainer's image, in another registry if given."""
-    return tuple(image.replace(REGISTRY, registry or REGISTRY, 1) for image in (PIPELINE, TRAINER))  # type: ignore[return-value]
+def in_registry(registry: str | None = None) -> dict[str, str]:
+    """Return the run parameters for images in a registry: `{"pipeline_image": "quay.io/me/tailtune-pipeline:…", …}`.
+
+    Without an argument it is the one in the environment's TAILTUNE_IMAGE_REGISTRY; empty without that, too.
+    """
+    registry = registry or os.environ.get("TAILTUNE_IMAGE_REGISTRY")
+    if not registry:
+        return {}
+    return {"pipeline_image": f"{registry}/{PIPELINE}", "trainer_image": f"{registry}/{TRAINER}"}

@@ -8,6 +8,13 @@ from tailtune.files import read_json, write_json
 from tailtune.run import Run
 
 
+def claim(run: Run) -> None:
+    """Make this pipeline run the owner of the run's directories. Raises UserError while another active one is."""
+    from tailtune.jobs.kubernetes import pipeline_run_is_active
+
+    take_ownership(run, pipeline_run_is_active)
+
+
 def take_ownership(run: Run, is_active: Callable[[str], bool]) -> None:
     """Make this pipeline run the owner of the run's directories.
 

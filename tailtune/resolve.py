@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.files import free_bytes, write_json
+from tailtune.files import free_bytes, read_json, write_json
 from tailtune.imports import INSTALL_TRAIN, uncollected
 from tailtune.log import log
-from tailtune.owner import take_ownership
+from tailtune.owner import claim
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
@@ -36,17 +36,16 @@ def resolve_run(
     workspace_dir: str,
     local: bool,
 ) -> Run:
-    """Check everything that can be checked without data, and write `run.json`. Raises UserError.
+    """Check everything that can be checked without data and volumes. Raises UserError.
 
-    A run without a name takes the id of the pipeline's run. On a cluster, a run of the same name that has not ended is
-    an error.
+    A run without a name takes the id of the pipeline's run. On a cluster, the doctor looks for what would stop the run;
+    the volumes are not mounted yet, and `claim_directories` does the rest when they are.
     """
     name = run_name or pipeline_run
     check_run_name(name, "run_name")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
     if local and recipe.resources.num_nodes != 1:
         raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node", "set num_nodes=1")
-    check_recipe(recipe)
     templates = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
     for field, template in templates.items():
         if not local and not (template.startswith(f"{MOUNTS[field]}/") and template.endswith("/{run}")):
@@ -54,16 +53,12 @@ def resolve_run(
                             "ends in /{run}, so that runs do not share it")  # fmt: skip
     directories = {field: Path(template.replace("{run}", name)) for field, template in templates.items()}
     run = Run(name=name, recipe=recipe, local=local, pipeline_run="" if local else pipeline_run, **directories)
-    if not local:
-        free = ", ".join(f"{MOUNTS[field]} {free_bytes(path) / 1e9:.0f} GB" for field, path in directories.items())
-        log.info("resolve: free on the volumes: %s", free)
-    if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
-        refuse_other_settings(Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe, recipe, run.models_dir)
-    if run.pipeline_run:
-        from tailtune.jobs.kubernetes import pipeline_run_is_active
+    if local:
+        claim_directories(run)
+    else:
+        from tailtune.doctor.examine import refuse_blocked
 
-        take_ownership(run, pipeline_run_is_active)
-    write_json(run.run_path, run.model_dump(mode="json"))
+        refuse_blocked(recipe, images=(recipe.cluster.pipeline_image, recipe.cluster.trainer_image))
     log.info(
         "resolve: recipe %s, base model %s, data %s",
         recipe.name,
@@ -71,6 +66,26 @@ def resolve_run(
         without_secrets(recipe.data.source),
     )
     return run
+
+
+def claim_directories(run: Run) -> None:
+    """Make the directories those of this run, and write `run.json`, before a step writes data.
+
+    Trainer arguments are checked, unless they were when `run.json` was written. Raises UserError for wrong ones, for
+    checkpoints that were made with other settings, and while another run of the same name is in progress.
+    """
+    content = run.model_dump(mode="json")
+    if (read_json(run.run_path) or {}).get("recipe") != content["recipe"]:
+        check_recipe(run.recipe)
+    if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
+        earlier = Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe
+        refuse_other_settings(earlier, run.recipe, run.models_dir)
+    if not run.local:
+        claim(run)
+        directories = ((MOUNTS[name], getattr(run, name)) for name in MOUNTS)
+        free = ", ".join(f"{mount} {free_bytes(path) / 1e9:.0f} GB" for mount, path in directories)
+        log.info("free on the volumes: %s", free)
+    write_json(run.run_path, content)
 
 
 def check_run_name(name: str, parameter: str) -> None:

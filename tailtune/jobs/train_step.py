@@ -18,7 +18,7 @@ from tailtune.jobs.job import (
 )
 from tailtune.log import log
 from tailtune.manifest import read_manifest
-from tailtune.owner import take_ownership
+from tailtune.owner import claim
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import refuse_other_checkpoints, training_key
 
@@ -26,20 +26,18 @@ STEP_RETRY_SECONDS = 600
 """A failed step is retried by the pipeline server after one minute, and then after two (pipeline.py)."""
 
 
-def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = "") -> Path:
+def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
     """Train the recipe's stage and return `best_model/`. If that is already complete, it is left untouched.
 
-    `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. On a cluster, the ranks run in
-    pods of `trainer_image`. Raises JobFailed if the job fails, and UserError if the run's checkpoints were made with
-    other settings or another run of the same name is in progress.
+    `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. Raises JobFailed if the job
+    fails, and UserError if the run's checkpoints were made with other settings or another run of the same name is in
+    progress.
     """
     recipe = run.recipe
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} contains no complete Parquet file", "run the parquet step first")
     if run.pipeline_run:  # an older run may have been retried meanwhile, from this step on
-        from tailtune.jobs.kubernetes import pipeline_run_is_active
-
-        take_ownership(run, pipeline_run_is_active)
+        claim(run)
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
@@ -48,7 +46,7 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path, trainer_image: str = 
         return run.best_model_dir
     refuse_other_checkpoints(run.models_dir / "checkpoints", key)
     write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
-    job = make_job(run, data_dir, model_dir, recipe_path, trainer_image)
+    job = make_job(run, data_dir, model_dir, recipe_path)
     if run.local:
         local.run_job(job)
     else:
@@ -86,7 +84,7 @@ def _run_on_cluster(run: Run, job: Job) -> None:
         raise
 
 
-def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, trainer_image: str) -> Job:
+def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path) -> Job:
     """The job that trains the recipe's stage."""
     recipe, resources, claims = run.recipe, run.recipe.resources, run.recipe.cluster
     stage = recipe.stages[0]
@@ -101,7 +99,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path, train
         "tailtune.io/stage": stage.name,
     }
     pod = None if run.local else PodSpec(
-        image=trainer_image,
+        image=claims.trainer_image,
         cpu=resources.cpu,
         memory=resources.memory,
         cpu_request=resources.cpu_request,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from tailtune import images
 from tailtune.config import Config, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
@@ -21,6 +22,8 @@ Quantity = Annotated[
 """A quantity as Kubernetes writes it: `6`, `500m`, `20Gi`."""
 VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
+ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
+"""Reference of an image: `NAME:TAG`, `HOST/FOLDER/NAME:TAG` or `…@sha256:…`."""
 
 
 class SmallModel(Config):
@@ -204,8 +207,15 @@ class Resources(Config):
     cpu_request: Quantity = "4"
     memory: Quantity = "20Gi"
     memory_request: Quantity = "16Gi"
+    """Of each pod of the job, and of the steps that load models."""
+    step_cpu: Quantity = "2"
+    step_cpu_request: Quantity = "100m"
+    step_memory: Quantity = "4Gi"
+    step_memory_request: Quantity = "1Gi"
+    """Of the steps that load none. The step that builds a small model needs the memory."""
     job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
     """Kind of the training job. `auto` takes the first kind that the cluster has, PyTorchJob before TrainJob."""
+    # Of the job and of all steps:
     queue: str = ""
     """Name of a Kueue LocalQueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
@@ -219,7 +229,12 @@ class Resources(Config):
 
 
 class ClusterNames(Config):
-    """Names of the volume claims and secrets on a cluster."""
+    """Names of the images, volume claims and secrets on a cluster."""
+
+    pipeline_image: ImageName = images.PIPELINE
+    """Image of the steps that need no GPU. A short name is an image stream of the run's project."""
+    trainer_image: ImageName = images.TRAINER
+    """Image of the training job's pods and of the steps that load models."""
 
     data_claim: VolumeName = "training-data-pvc"
     """Volume claims. Training on several nodes needs ReadWriteMany."""

@@ -29,7 +29,7 @@ from tailtune.log import step
 from tailtune.run import Run
 follow.POLL_SECONDS = 0.3
 with step("train"):
-    train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), "registry/tailtune-trainer:1")
+    train_stage(Run.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
 """
 
 

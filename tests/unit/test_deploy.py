@@ -369,7 +369,7 @@ def test_the_optional_queue_refers_to_the_default_cluster_queue() -> None:
 @pytest.fixture
 def job(make_run: Callable[..., Run]) -> Job:
     run = make_run().model_copy(update={"local": False})
-    job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json", "registry/trainer:1")
+    job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json")
     assert job.pod is not None
     return replace(job, pod=replace(job.pod, queue="tailtune"))
 
@@ -486,4 +486,4 @@ def test_the_pod_check_finds_each_violation(job: Job, path: tuple[str | int, ...
 def test_the_pod_check_covers_every_container(job: Job, kind: str) -> None:
     template = pod_template(job, "pytorch")
     template["spec"][kind] = [{"name": "other", "image": "registry/other:1"}]
-    assert violations(template) == ["allowPrivilegeEscalation", "capabilities.drop"]
+    assert violations(template) == ["allowPrivilegeEscalation", "capabilities.drop", "runAsNonRoot"]

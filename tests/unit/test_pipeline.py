@@ -1,7 +1,6 @@
 """The pipeline's command line and what it compiles to."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import pipeline
 import pipeline_cli
+from tailtune import __version__
 from tailtune.recipe.load import (
     PARAMETERS,
     list_recipes,
@@ -29,11 +29,9 @@ from tailtune.recipe.load import (
 ROOT = Path(pipeline.__file__).parent
 STEPS = {
     "root": {"exit-handler-1", "stop-jobs"},
-    "exit-handler-1": {"resolve-recipe", "check-cluster", "fetch-dataset", "write-parquet", "condition-2"},
-    "condition-2": {"fetch-model", "train-stage", "evaluate-model", "promotion-gate", "condition-branches-3"},
-    "condition-branches-3": {"condition-4", "condition-5"},
-    "condition-4": {"write-report"},
-    "condition-5": {"write-report-2", "fail-if-rejected"},
+    "exit-handler-1": {"resolve-recipe", "fetch-model", "fetch-dataset", "write-parquet", "condition-2"},
+    "condition-2": {"train-stage", "evaluate-model", "promotion-gate", "write-report", "condition-3"},
+    "condition-3": {"fail-if-rejected"},
 }
 """Group → its tasks."""
 
@@ -110,9 +108,14 @@ def inputs(specification: dict[str, Any]) -> dict[str, Any]:
     return specification["root"]["inputDefinitions"]["parameters"]
 
 
-def test_every_image_has_a_version(specification: dict[str, Any]) -> None:
-    executors = specification["deploymentSpec"]["executors"].values()
-    assert all(re.search(r":\d+\.\d+", executor["container"]["image"]) for executor in executors)
+def test_the_images_are_parameters_of_the_run(specification: dict[str, Any]) -> None:
+    """One file serves every project and registry; the defaults are image streams of the run's own project."""
+    for name, executor in specification["deploymentSpec"]["executors"].items():
+        image = "trainer" if name in ("exec-evaluate-model", "exec-write-report") else "pipeline"
+        expected = f"{{{{$.inputs.parameters['pipelinechannel--{image}_image']}}}}"
+        assert executor["container"]["image"] == expected, name
+    for image in ("pipeline", "trainer"):
+        assert inputs(specification)[f"{image}_image"]["defaultValue"] == f"tailtune-{image}:{__version__}"
 
 
 def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
@@ -121,16 +124,17 @@ def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
     assert end["dependentTasks"] == ["exit-handler-1"], "it runs last"
     assert end["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "and also when the rest has failed"
     steps = tasks(specification, "exit-handler-1")
-    assert "dependentTasks" not in steps["check-cluster"]
-    assert steps["resolve-recipe"]["dependentTasks"] == ["check-cluster"]
+    assert "dependentTasks" not in steps["resolve-recipe"]
+    assert steps["fetch-model"]["dependentTasks"] == steps["fetch-dataset"]["dependentTasks"] == ["resolve-recipe"]
+    assert set(steps["condition-2"]["dependentTasks"]) >= {"fetch-model", "write-parquet"}
     new_data = steps["condition-2"]["triggerPolicy"]["condition"]
     assert new_data == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
-    branches = tasks(specification, "condition-branches-3")
-    for task, name, negated in (("condition-4", "passed", False), ("condition-5", "failed", True)):
-        condition = branches[task]["triggerPolicy"]["condition"]
-        assert branches[task]["taskInfo"]["name"] == name
-        assert "promotion-gate-Output" in condition and "'pass'" in condition
-        assert condition.startswith("!") == negated
+    training = tasks(specification, "condition-2")
+    assert "promotion-gate" in training["write-report"]["dependentTasks"]
+    rejected = training["condition-3"]
+    assert rejected["taskInfo"]["name"] == "rejected" and "write-report" in rejected["dependentTasks"]
+    condition = rejected["triggerPolicy"]["condition"]
+    assert condition == "inputs.parameter_values['pipelinechannel--promotion-gate-Output'] == 'fail'"
 
 
 def tasks(specification: dict[str, Any], group: str) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def test_every_step_mounts_the_three_volumes_by_the_runs_own_claims(
     compiled: str, specification: dict[str, Any]
 ) -> None:
     platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    without = {"exec-stop-jobs", "exec-check-cluster"}  # a missing volume must not block them
+    without = {"exec-stop-jobs", "exec-resolve-recipe"}  # a missing volume must not block them
     steps = specification["deploymentSpec"]["executors"].keys() - without
     assert platform.keys() == steps
     for executor in platform.values():
@@ -166,7 +170,7 @@ def test_only_the_steps_that_fetch_see_the_secrets_as_files(compiled: str, speci
         secrets = {s["mountPath"]: (s["secretNameParameter"]["componentInputParameter"], s["optional"])
                    for s in platform.get(name, {}).get("secretAsVolume", [])}  # fmt: skip
         environment = {e["name"]: e["value"] for e in executor["container"].get("env", [])}
-        if name not in ("exec-fetch-dataset", "exec-fetch-model"):
+        if name not in ("exec-fetch-dataset", "exec-fetch-model", "exec-train-stage"):
             assert not secrets and not environment
             continue
         assert secrets == {
@@ -176,11 +180,45 @@ def test_only_the_steps_that_fetch_see_the_secrets_as_files(compiled: str, speci
                                "TAILTUNE_CA_FILE": "/etc/tailtune/ca/ca-bundle.crt"}  # fmt: skip
 
 
-def test_models_run_on_a_gpu_and_steps_that_may_lose_their_node_are_retried(specification: dict[str, Any]) -> None:
-    executors = specification["deploymentSpec"]["executors"]
-    for name in ("exec-evaluate-model", "exec-write-report", "exec-write-report-2"):
-        assert executors[name]["container"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/gpu"
-    assert "resources" not in executors["exec-train-stage"]["container"], "the step that waits needs no GPU"
+def container_resources(compiled: str) -> dict[str, dict[str, Any]]:
+    """CPU, memory and accelerator of each step."""
+    executors = next(yaml.safe_load_all(compiled))["deploymentSpec"]["executors"]
+    return {
+        name.removeprefix("exec-"): executor["container"].get("resources", {}) for name, executor in executors.items()
+    }
+
+
+def test_every_step_asks_for_cpu_and_memory(compiled: str) -> None:
+    """A quota may demand it, and a small default limit would kill a step that imports torch."""
+    resources = load_recipe("survival").resources
+    for step, asked in container_resources(compiled).items():
+        models = step in ("evaluate-model", "write-report")
+        values = (asked["resourceCpuRequest"], asked["resourceCpuLimit"], asked["resourceMemoryRequest"],
+                  asked["resourceMemoryLimit"])  # fmt: skip
+        assert values == (
+            (resources.cpu_request, resources.cpu, resources.memory_request, resources.memory)
+            if models
+            else (resources.step_cpu_request, resources.step_cpu, resources.step_memory_request, resources.step_memory)
+        ), step
+        gpu = "{{$.inputs.parameters['pipelinechannel--gpu']}}" if models else None
+        assert asked.get("accelerator", {}).get("resourceType") == gpu, step
+
+
+def test_nodes_and_queue_are_those_of_the_training_job_for_every_step(tmp_path: Path) -> None:
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    placement = {"resources.tolerations": [toleration], "resources.node_selector": {"pool": "a"}, "queue": "tailtune"}
+    recipe = with_overrides(load_recipe("survival"), placement)
+    pipeline_cli.compile_recipe(recipe, tmp_path / "placed.yaml")
+    specification, platform = yaml.safe_load_all((tmp_path / "placed.yaml").read_text())
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert executors.keys() == specification["deploymentSpec"]["executors"].keys()
+    for step, executor in executors.items():
+        assert executor["tolerations"] == [toleration], step
+        assert executor["nodeSelector"] == {"labels": {"pool": "a"}}, step
+        assert executor["podMetadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "tailtune"}, step
+
+
+def test_steps_that_may_lose_their_node_are_retried(specification: dict[str, Any]) -> None:
     everything = {name: task for group in STEPS for name, task in tasks(specification, group).items()}
     retried = {name for name, task in everything.items() if task.get("retryPolicy", {}).get("maxRetryCount")}
     longest = load_recipe("survival").resources.deadline_seconds * 3

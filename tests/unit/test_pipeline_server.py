@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from kubernetes_server import cluster
 import pipeline
 import pipeline_cli
 import pipeline_server
+from tailtune import images
 from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.recipe.load import load_recipe
@@ -133,8 +131,8 @@ def test_watching_prints_each_step_once_per_state(
 
 def test_the_steps_are_those_that_run_a_container() -> None:
     assert pipeline_cli.step_names(COMPILED) == {
-        "check-cluster", "resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage",
-        "evaluate-model", "promotion-gate", "write-report", "write-report-2", "fail-if-rejected", "stop-jobs",
+        "resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage", "evaluate-model",
+        "promotion-gate", "write-report", "fail-if-rejected", "stop-jobs",
     }  # fmt: skip
 
 
@@ -283,13 +281,13 @@ def test_a_users_own_recipe_is_compiled_and_submitted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = json.loads(load_recipe("survival").to_json()) | {"name": "mine", "local": {}}
-    recipe["resources"]["gpu"] = ""
+    recipe["resources"]["step_memory"] = "3Gi"
     Path("mine.json").write_text(json.dumps(recipe))
     result = invoke("--submit", "--recipe", "mine.json")
     assert result.exit_code == 0, result.stderr
     assert [entry["display_name"] for entry in server.pipelines.values()] == ["mine"]
     (file,) = server.files.values()
-    assert b"accelerator" not in file, "the recipe trains without a GPU, so no step requests one"
+    assert b"3Gi" in file
 
 
 def test_the_address_in_the_dashboard(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,18 +373,34 @@ def test_a_start_that_is_refused_asks_to_check_the_dashboard(server: Server) -> 
     assert error.value.remedy == "see in the dashboard that 'mine' is not there before you try again"
 
 
-def test_another_registry_and_other_nodes_are_compiled_for_the_run(server: Server, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "pipeline.py"), "--submit", "--image-registry", "quay.io/me",
-               "-p", "resources.gpu=", "-p", "resources.node_selector={pool: cpu}"]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    text = next(iter(server.files.values())).decode()
-    assert "quay.io/me/tailtune-trainer" in text and "image-registry.openshift" not in text
-    assert "accelerator" not in text
-    wrong = subprocess.run([*command[:3], "--image-registry", "https://quay.io"], cwd=tmp_path, env=environment,
-                           capture_output=True, text=True)  # fmt: skip
-    assert wrong.returncode == 2 and "give HOST[:PORT]/PROJECT without scheme and tag" in wrong.stderr
+def test_images_and_gpu_are_parameters_of_the_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed file serves every project and registry; `-p` and the registry's option mean the same."""
+    committed = (ROOT / "compiled" / "survival.yaml").read_bytes()
+    trainer = images.TRAINER
+    for arguments, expected in (
+        ([], trainer),
+        (["--image-registry", "quay.io/me"], f"quay.io/me/{trainer}"),
+        (["-p", "trainer_image=quay.io/you/t:1"], "quay.io/you/t:1"),
+        (["--image-registry", "quay.io/me", "-p", "trainer_image=quay.io/you/t:1"], "quay.io/you/t:1"),
+    ):
+        result = invoke("--submit", "-p", "gpu=", *arguments)
+        assert result.exit_code == 0, result.stderr
+        parameters = list(server.runs.values())[-1]["runtime_config"]["parameters"]
+        assert (parameters["trainer_image"], parameters["gpu"]) == (expected, "")
+    monkeypatch.setenv("TAILTUNE_IMAGE_REGISTRY", "registry.example.com/ml")
+    assert invoke("--schedule", "every 6 hours").exit_code == 0
+    (schedule,) = server.recurring.values()
+    assert schedule["runtime_config"]["parameters"]["trainer_image"] == f"registry.example.com/ml/{trainer}"
+    assert {*server.files.values()} == {committed}
+    wrong = invoke("--submit", "--image-registry", "https://quay.io")
+    assert wrong.exit_code == 2 and "give HOST[:PORT]/PROJECT without scheme and tag" in wrong.stderr
+
+
+def test_other_nodes_are_compiled_for_the_run(server: Server) -> None:
+    result = invoke("--submit", "-p", "resources.node_selector={pool: cpu}", "-p", "queue=tailtune")
+    assert result.exit_code == 0, result.stderr
+    (file,) = server.files.values()
+    assert file.count(b"pool: cpu") == file.count(b"kueue.x-k8s.io/queue-name: tailtune") == 10, "every step"
 
 
 def test_overrides_belong_to_the_run_not_to_the_version(

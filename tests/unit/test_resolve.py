@@ -7,9 +7,10 @@ import pytest
 from conftest import as_written_before_train_weights, tiny_recipe
 from kubernetes_server import Server
 
+from tailtune import resolve as resolve_module
 from tailtune.errors import UserError
-from tailtune.recipe.schema import without_secrets
-from tailtune.resolve import check_volume_names, resolve_run
+from tailtune.recipe.schema import Recipe, without_secrets
+from tailtune.resolve import check_volume_names, claim_directories, resolve_run
 from tailtune.run import MOUNTS, Run
 
 
@@ -19,15 +20,23 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(MOUNTS, f"{kind}_dir", str(tmp_path / kind))
 
 
-def resolve(folder: Path, name: str = "mine", *, local: bool = False, **overrides: object) -> Run:
+def resolve(folder: Path, name: str = "mine", *, local: bool = True, **overrides: object) -> Run:
     templates = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
     return resolve_run(tiny_recipe().to_json(), overrides, name, "", *templates, local=local)
+
+
+def start(folder: Path, pipeline_run: str, **overrides: object) -> Run:
+    """The first two steps on a cluster: one that mounts no volume, and one that does."""
+    templates = [str(folder / kind / "{run}") for kind in ("data", "models", "workspace")]
+    run = resolve_run(tiny_recipe(gpu="", num_nodes=2).to_json(), overrides, "mine", pipeline_run, *templates,
+                      local=False)  # fmt: skip
+    claim_directories(run)
+    return run
 
 
 def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) -> None:
     run = resolve(tmp_path, epochs=2.0)
     assert run.best_model_dir == tmp_path / "models" / "mine" / "best_model"
-    assert run.report_path == tmp_path / "workspace" / "mine" / "report.html"
     assert json.loads(run.run_path.read_text())["recipe"]["stages"][0]["trainer"]["num_train_epochs"] == 2
 
 
@@ -38,31 +47,43 @@ def test_a_name_that_cannot_be_a_directorys_is_refused(tmp_path: Path, name: str
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_a_name_is_named_by_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_name_is_named_by_its_id(tmp_path: Path, server: Server) -> None:
     templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
-    run = resolve_run(tiny_recipe().to_json(), {}, "", "0f3c-id", *templates, local=False)
+    recipe = tiny_recipe(gpu="").to_json()
+    run = resolve_run(recipe, {}, "", "0f3c-id", *templates, local=False)
     assert run.name == run.pipeline_run == "0f3c-id" and run.models_dir == tmp_path / "models" / "0f3c-id"
-    assert resolve_run(tiny_recipe().to_json(), {}, "mine", "another", *templates, local=True).pipeline_run == ""
+    assert resolve_run(recipe, {}, "mine", "another", *templates, local=True).pipeline_run == ""
+
+
+def test_the_first_step_on_a_cluster_needs_no_volume_and_asks_the_doctor(tmp_path: Path, server: Server) -> None:
+    server.claims.remove("workspace-pvc")
+    with pytest.raises(UserError, match="volume workspace-pvc: does not exist"):
+        start(tmp_path, "first")
+    assert not any((tmp_path / kind).exists() for kind in ("data", "models", "workspace"))
+
+
+def test_trainer_arguments_are_checked_once(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes TRL, which takes many seconds to import in a small pod."""
+    checked: list[Recipe] = []
+    monkeypatch.setattr(resolve_module, "check_recipe", checked.append)
+    for epochs in (1.0, 1.0, 2.0):
+        start(tmp_path, "first", epochs=epochs)
+    assert [recipe.stages[0].trainer["num_train_epochs"] for recipe in checked] == [1, 2]
 
 
 def test_a_second_run_of_a_name_waits_until_the_first_has_ended(tmp_path: Path, server: Server) -> None:
-    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
-
-    def resolve_as(pipeline_run: str) -> Run:
-        return resolve_run(tiny_recipe().to_json(), {}, "mine", pipeline_run, *templates, local=False)
-
     server.workflows = {"first": "Running", "second": "Running"}
-    before = resolve_as("first").run_path.read_bytes()
+    before = start(tmp_path, "first").run_path.read_bytes()
     with pytest.raises(UserError, match="run 'mine' is already in progress, as pipeline run first"):
-        resolve_as("second")
+        start(tmp_path, "second")
     assert (tmp_path / "workspace" / "mine" / "run.json").read_bytes() == before
     server.workflows["first"] = "Failed"
-    assert resolve_as("second").pipeline_run == "second"
+    assert start(tmp_path, "second").pipeline_run == "second"
     server.workflows["second"] = ""  # not yet seen by Argo's controller
     with pytest.raises(UserError, match="as pipeline run second"):
-        resolve_as("third")
+        start(tmp_path, "third")
     del server.workflows["second"]  # deleted with its schedule, or after its time to live
-    assert resolve_as("third").pipeline_run == "third"
+    assert start(tmp_path, "third").pipeline_run == "third"
 
 
 @pytest.mark.parametrize("models_dir", ["TMP/elsewhere/{run}", "TMP/models", "TMP/models/shared", "TMP/models/{run}/x"])
@@ -81,7 +102,6 @@ def test_more_than_one_node_is_refused_on_one_machine(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="num_nodes is 4, but this machine is one node; set num_nodes=1"):
         resolve(tmp_path, local=True, num_nodes=4)
     assert not list(tmp_path.iterdir())
-    assert resolve(tmp_path, num_nodes=4).recipe.resources.num_nodes == 4
 
 
 def test_a_run_that_has_trained_keeps_its_data_and_settings(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def manifests() -> list[dict[str, Any]]:
 def labels(make_run: Callable[..., Run]) -> dict[str, set[str]]:
     """Every label, with its values, of the jobs, their pods and what deploy/ creates."""
     run = make_run("first").model_copy(update={"local": False})
-    job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json", "registry/trainer:1")
+    job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json")
     values: dict[str, set[str]] = {name: {value} for name, value in job.labels.items()}
     values["tailtune.io/run"] |= {"second"}  # any name that a run may have
     values[pytorchjob.POD_SELECTOR.split("=")[0]] = values[trainjob.POD_SELECTOR.split("=")[0]] = set()

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.files import read_json, write_json, write_text
+from tailtune.imports import uncollected
 from tailtune.kinds.chat.config import Demo, Generation, Prompt
-from tailtune.kinds.chat.inference import answer, load_chat_model
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION, directory_identity, publish, read_manifest
 
@@ -26,6 +26,8 @@ def write_demo(
     if read_manifest(directory, key):
         log.info("report: answers are complete")
     else:
+        with uncollected():  # torch: seconds that a report without new answers does not need
+            from tailtune.kinds.chat.inference import answer, load_chat_model
         texts = {
             side: answer(load_chat_model(path), prompt, demo.questions, generation, len(demo.questions)).texts
             for side, path in (("base", base), ("tuned", tuned))

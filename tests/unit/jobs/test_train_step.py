@@ -38,7 +38,7 @@ def step(folder: Path, pipeline_run: str = "first-id") -> None:
     write_parquet(rows if rows.is_file() else write_rows(rows), run.parquet_dir, recipe.data)
     (folder / "base").mkdir(exist_ok=True)
     (folder / "base" / "config.json").write_text("{}")
-    train_stage(run, run.parquet_dir, folder / "base", "registry/trainer:1")
+    train_stage(run, run.parquet_dir, folder / "base")
 
 
 def test_bad_input_is_not_retried_in_the_same_run(tmp_path: Path, attempts: list[JobFailed]) -> None:
