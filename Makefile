@@ -4,11 +4,9 @@ BIN := .venv/bin
 
 .PHONY: demo test coverage test-all check lint compile lock images image-pipeline image-trainer try-images clean
 
-# Variables of `make images` (images/README.md).
-BUILDER ?= $(firstword $(notdir $(shell command -v podman buildah)))
+# Variables of `make images`; the build arguments (images/README.md) go through the environment.
 REGISTRY ?= localhost
 TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tailtune/__init__.py)
-BUILD_FLAGS ?=
 
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
@@ -41,10 +39,8 @@ endif
 images: image-pipeline image-trainer  ## both container images, with podman or buildah
 
 image-pipeline image-trainer: image-%:
-	@test -n "$(BUILDER)" || { echo "make images needs podman or buildah; install one of them" >&2; exit 1; }
-	$(BUILDER) build --layers --file images/$*/Containerfile --tag $(REGISTRY)/tailtune-$*:$(TAG) \
-	  --build-arg VERSION=$(TAG) --build-arg GIT_COMMIT=$$(git describe --always --dirty --abbrev=12 --exclude '*') \
-	  $(if $(and $(DATA),$(filter pipeline,$*)),--build-arg DATA=$(DATA)) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) $(BUILD_FLAGS) .
+	images/build images/$*/Containerfile $(REGISTRY)/tailtune-$*:$(TAG) \
+	  --build-arg VERSION=$(TAG) --build-arg GIT_COMMIT=$$(git describe --always --dirty --abbrev=12 --exclude '*')
 
 try-images:  ## build the CPU image on a base of Debian's and run the pipeline in it as a random user; needs root
 	images/try

@@ -468,6 +468,7 @@ def sources() -> str:
     """The source text of everything that is run or applied."""
     files = [*ROOT.glob("pipeline*.py"), *(ROOT / "components").glob("*.py"), *(ROOT / "tailtune").rglob("*.py")]
     files += [ROOT / "Makefile", *ROOT.glob("images/*/Containerfile"), *DEPLOY.rglob("*.yaml")]
+    files += [ROOT / "images" / "build", ROOT / "images" / "try"]
     files += [*(ROOT / "compiled").glob("*.yaml"), *(ROOT / "tailtune" / "recipes").glob("*.yaml")]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 

@@ -1,22 +1,13 @@
 """Servers with an organisation's own certificates are trusted if, and only if, the bundle is mounted."""
 
-import datetime
-import functools
-import http.server
-import ipaddress
 import os
-import ssl
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
 from conftest import write_rows
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from https_server import https_server
 
 from tailtune.errors import UserError
 from tailtune.fetch import transfer
@@ -31,35 +22,10 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     for variable in (*VARIABLES, "TAILTUNE_CA_FILE"):
         monkeypatch.setenv(variable, "")  # so that it is restored after the test
         monkeypatch.delenv(variable)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "an organisation")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    public, private = tmp_path / "ca-bundle.crt", tmp_path / "server.key"
-    public.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                          serialization.NoEncryption()))  # fmt: skip
     (tmp_path / "served").mkdir()
     write_rows(tmp_path / "served" / "rows.jsonl")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(public, private)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"https://127.0.0.1:{server.server_port}", public
-    server.shutdown()
+    with https_server(tmp_path) as server:
+        yield server
 
 
 def test_the_mounted_bundle_is_trusted_by_every_client(
