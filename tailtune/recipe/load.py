@@ -157,10 +157,10 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     changed = _validate(raw, source="with " + ", ".join(overrides))
     given = {PARAMETERS.get(key, key): key for key in overrides}
     for name, text in changed.resources.environment.items():
-        key = given.get(PARAMETERS[ENVIRONMENT[name]]) if name in ENVIRONMENT else None
-        if key and text and parse_value(text) != overrides[key]:
-            problem = f"{key} is {overrides[key]}, but {name} in resources.environment is {text}"
-            raise UserError(problem, f"set only {key}")
+        setting = given.get(PARAMETERS[ENVIRONMENT[name]]) if name in ENVIRONMENT else None
+        if setting and text and parse_value(text) != overrides[setting]:
+            problem = f"{setting} is {overrides[setting]}, but {name} in resources.environment is {text}"
+            raise UserError(problem, f"set only {setting}")
     return _with_settings_of_environment(changed)
 
 
