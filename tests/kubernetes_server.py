@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -31,7 +31,7 @@ import psutil
 import yaml
 from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
-from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
+from operators import DNS_LABEL, Template, Trainer, TrainingOperator, admitted, may, now, rules
 
 INIT_CONTAINER = "init-pytorch"
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
@@ -40,7 +40,8 @@ REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
            "localsubjectaccessreviews": "V1LocalSubjectAccessReview"}  # fmt: skip
 OBJECT = re.compile(
     r"/(?:api/v1|apis/([a-z0-9.-]+)/v[0-9a-z]+)/namespaces/([a-z0-9-]+)/"
-    r"(secrets|resourcequotas|imagestreamtags|localqueues|datasciencepipelinesapplications)(?:/([^/]+))?"
+    r"(secrets|resourcequotas|serviceaccounts|imagestreamtags|localqueues|datasciencepipelinesapplications)"
+    r"(?:/([^/]+))?"
 )
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ALLOWED = (
@@ -517,7 +518,11 @@ class Server(HttpServer):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._limits[name] = operator.limit(job)
-        pods = [Pod(self, name, template) for template in operator.templates(job, port)]
+        try:
+            pods = [Pod(self, name, replace(template, spec=admitted(template.spec, self.accounts())))
+                    for template in operator.templates(job, port)]  # fmt: skip
+        except Refused:  # the controller tries again for ever, and the job has no pods
+            return
         with self.lock:
             if self.jobs.get(name) is not job or job["metadata"].get("deletionTimestamp"):
                 return
@@ -547,6 +552,13 @@ class Server(HttpServer):
         for pod in pods:  # cleanPodPolicy: Running
             if pod.role not in codes:
                 pod.delete()
+
+    def accounts(self) -> dict[str, dict[str, Any]]:
+        """The service accounts of the namespace by name."""
+        prefix = f"{NAMESPACE}/"
+        created = {key.removeprefix(prefix): account for (resource, key), account in self.objects.items()
+                   if resource == "serviceaccounts" and key.startswith(prefix)}  # fmt: skip
+        return {"default": {}, **created}
 
     def _delete_pods(self, name: str) -> None:
         threads = [threading.Thread(target=pod.delete, daemon=True) for pod in self.pods.get(name, [])]

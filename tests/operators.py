@@ -14,7 +14,12 @@ from typing import Any
 
 from http_server import Refused, check_fields
 from kubeflow.training import models as training_models
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob, TrainerV1alpha1TrainJobSpec
+from kubeflow_trainer_api.models import (
+    TrainerV1alpha1ContainerPatch,
+    TrainerV1alpha1PodSpecPatch,
+    TrainerV1alpha1TrainJob,
+    TrainerV1alpha1TrainJobSpec,
+)
 from kubernetes.client import models as kubernetes_models
 from pydantic import ValidationError
 
@@ -116,9 +121,19 @@ class Trainer:
 
     def __init__(self) -> None:
         self.runtimes = {"torch-distributed", "torch-distributed-cpu"}
-        self.fields = {field.alias or name for name, field in TrainerV1alpha1TrainJobSpec.model_fields.items()}
+        self.fields = fields_of(TrainerV1alpha1TrainJobSpec)
         """Fields of a spec in the installed version."""
+        self.pod_fields = fields_of(TrainerV1alpha1PodSpecPatch)
+        self.container_fields = fields_of(TrainerV1alpha1ContainerPatch)
         self.backoff_limit = 6
+
+    def install_version_2_1(self) -> None:
+        """The version of OpenShift AI 3.2 to 3.5: kubeflow/trainer v2.1 and red-hat-data-services/trainer,
+        manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml, podTemplateOverrides."""
+        self.fields -= {"runtimePatches", "activeDeadlineSeconds"}
+        self.fields |= {"podTemplateOverrides"}
+        self.pod_fields -= {"securityContext", "terminationGracePeriodSeconds"}
+        self.container_fields -= {"securityContext"}
 
     def check(self, job: Manifest) -> None:
         if not DNS_LABEL.fullmatch(job["metadata"]["name"]):
@@ -139,9 +154,16 @@ class Trainer:
                                f'spec.runtimeRef: Invalid value: ClusterTrainingRuntime "{runtime}" not found: it '
                                "must be created before the TrainJob is created")  # fmt: skip
         for patch in self._patches(job):
+            # the real server drops unknown fields, and the client does not show its warnings
+            refuse_unknown(patch, {"metadata", "spec", "targetJobs"}, "podTemplateOverrides")
+            refuse_unknown(patch["spec"], self.pod_fields, "spec")
             for container in patch["spec"]["containers"]:
+                refuse_unknown(container, self.container_fields, "containers")
                 if container["name"] != NODE:
                     raise Refused(403, f"container {container['name']} does not exist in the runtime job {NODE}")
+                if container.get("env"):  # pkg/runtime/framework/plugins/jobset/jobset.go
+                    raise Refused(403, "must not have envs for the dataset-initializer, model-initializer, node "
+                                       "containers")  # fmt: skip
         check_mounts(self._pod_spec(job))
 
     def limit(self, job: Manifest) -> int:
@@ -225,14 +247,59 @@ class Trainer:
                          "template": {"spec": {"replicatedJobs": [job]}}}}  # fmt: skip
 
     def schemas(self) -> Manifest:
-        """The part of the group's OpenAPI document with the fields of a TrainJob's spec."""
-        spec = {"type": "object", "properties": {name: {} for name in sorted(self.fields)}}
+        """The part of the group's OpenAPI document with the fields of a TrainJob's spec and of its pods."""
+        pod: Manifest = {"type": "object", "properties": {name: {} for name in sorted(self.pod_fields)}}
+        pod["properties"]["containers"] = array(properties={name: {} for name in sorted(self.container_fields)})
+        template = {"type": "object", "properties": {"metadata": {"type": "object"}, "spec": pod}}
+        job_template = nested("template", "spec", "template", inner=template)
+        patch = nested("trainingRuntimeSpec", "template", "spec", "replicatedJobs",
+                       inner={"type": "array", "items": job_template})  # fmt: skip
+        known = {"runtimePatches": {"type": "array", "items": patch},
+                 "podTemplateOverrides": {"type": "array", "items": template}}  # fmt: skip
+        spec = {"type": "object", "properties": {name: known.get(name, {}) for name in sorted(self.fields)}}
         properties = {"apiVersion": {}, "kind": {}, "metadata": {}, "spec": spec, "status": {"type": "object"}}
         return {
             "org.kubeflow.trainer.v1alpha1.ClusterTrainingRuntime": {"type": "object", "properties": {"spec": {}}},
             "org.kubeflow.trainer.v1alpha1.TrainJob": {"type": "object", "properties": properties},
             "org.kubeflow.trainer.v1alpha1.TrainJobList": {"type": "object", "properties": {"items": {}}},
         }
+
+
+def fields_of(model: Any) -> set[str]:
+    """The fields of a generated model, as JSON names them."""
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def array(**items: Any) -> Manifest:
+    """The schema of an array of objects."""
+    return {"type": "array", "items": {"type": "object", **items}}
+
+
+def nested(*path: str, inner: Manifest) -> Manifest:
+    """The schema of an object that has `inner` at a path of fields."""
+    for name in reversed(path):
+        inner = {"type": "object", "properties": {name: inner}}
+    return inner
+
+
+def refuse_unknown(value: Manifest, fields: Collection[str], path: str) -> None:
+    """Raise Refused for a field that is not one of `fields`."""
+    if unknown := set(value) - set(fields):
+        raise Refused(400, f'strict decoding error: unknown field "{path}.{min(unknown)}"')
+
+
+def admitted(spec: Manifest, accounts: dict[str, Manifest]) -> Manifest:
+    """A pod's spec after the API server's admission, which mounts the token of its service account.
+
+    Raises Refused for an account that does not exist.
+    """
+    name = spec.get("serviceAccountName", "default")
+    if name not in accounts:
+        raise Refused(403, f'error looking up service account {name}: serviceaccount "{name}" not found')
+    if not spec.get("automountServiceAccountToken", accounts[name].get("automountServiceAccountToken", True)):
+        return spec
+    token = {"name": "kube-api-access-x7k2p", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+    return {**spec, "volumes": [*(spec.get("volumes") or []), token]}
 
 
 def first_lost(given: Any, parsed: Any, path: str = "") -> str:

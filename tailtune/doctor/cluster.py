@@ -132,7 +132,7 @@ def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Findin
             fix = "uncomment components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
         yield Finding(check, BLOCKS, f"is not allowed to {', '.join(refused)} in {cluster.namespace}", fix)
     if kind is trainjob:
-        yield _runtime(cluster, recipe)
+        yield _runtime(cluster)
 
 
 def _runner(cluster: KubernetesClient) -> str | None:
@@ -145,16 +145,19 @@ def _runner(cluster: KubernetesClient) -> str | None:
     return user
 
 
-def _runtime(cluster: KubernetesClient, recipe: Recipe) -> Finding:
-    name, plural = trainjob.RUNTIMES[bool(recipe.resources.gpu)], "clustertrainingruntimes"
-    runtime = _read(cluster, lambda name, _: cluster.custom.get_cluster_custom_object(
-        trainjob.GROUP, trainjob.VERSION, plural, name), name)  # fmt: skip
-    if runtime == 404:
-        return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {name}",
+def _runtime(cluster: KubernetesClient) -> Finding:
+    """Check the ClusterTrainingRuntime that a TrainJob would use."""
+    try:
+        name = trainjob.find_runtime(cluster)
+    except client.ApiException as error:
+        if error.status != 403:
+            raise
+        return _unread("runtime", error.status, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
+    if name is None:
+        names = " and no ".join(trainjob.RUNTIMES)
+        return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {names}",
                        "enable the component trainer: oc edit datasciencecluster")  # fmt: skip
-    if isinstance(runtime, int):
-        return _unread("runtime", runtime, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
-    return Finding("runtime", OK, f"{name} is available")
+    return Finding("runtime", OK, f"{name} is available, and will be used")
 
 
 def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:

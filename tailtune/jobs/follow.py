@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -251,7 +252,7 @@ class Follower:
         if would_recur(failures) or num_restarts > job.max_restarts:
             _delete(job.name, jobs)
             raise explain(job.name, failures, reason)
-        self._check_time_limits(job_pods)
+        self._check_time_limits(job_pods, manifest["metadata"]["creationTimestamp"])
         return False
 
     def close(self, seconds: float = 2 * CALL_TIMEOUT_SECONDS[0]) -> None:
@@ -262,7 +263,7 @@ class Follower:
         for pod_log in self._logs.values():
             pod_log.join(timeout=max(0, give_up_at - time.monotonic()))
 
-    def _check_time_limits(self, job_pods: list[dict[str, Any]]) -> None:
+    def _check_time_limits(self, job_pods: list[dict[str, Any]], created_at: str) -> None:
         job, now = self.job, time.monotonic()
         if not self.is_started and len(job_pods) == job.num_nodes and all(map(pods.is_running, job_pods)):
             self.is_started = True
@@ -271,7 +272,8 @@ class Follower:
             self._give_up(f"did not start within {job.start_seconds} s: {self._pending_reasons()}")
         if self._stuck_since and now - min(self._stuck_since.values()) > STUCK_SECONDS:
             self._give_up(f"was stuck for {STUCK_SECONDS} s: {self._pending_reasons()}")
-        if now - self.followed_since > job.deadline_seconds:
+        # since its creation: an earlier attempt of the step may have followed it, and not every kind has a deadline
+        if time.time() - datetime.fromisoformat(created_at).timestamp() > job.deadline_seconds:
             _delete(job.name, self.jobs)
             raise JobFailed(
                 f"job '{job.name}' took longer than {job.deadline_seconds} s and was deleted",

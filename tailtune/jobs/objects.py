@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kubernetes import client
@@ -31,12 +31,12 @@ class Jobs:
     cluster: KubernetesClient
     kind: Any
     """The module `pytorchjob` or `trainjob`."""
-    spec_fields: tuple[str, ...] = ()
-    """Fields that the cluster's version of a TrainJob's spec has."""
+    api: trainjob.Api | None = None
+    """What the cluster's version of TrainJob can set; None for a PyTorchJob."""
 
     def build(self, job: Job, annotations: dict[str, str]) -> Any:
         """The manifest of the job."""
-        return self.kind.build(job, annotations, self.spec_fields)
+        return self.kind.build(job, annotations, *([self.api] if self.api else []))
 
     def fingerprint(self, job: Job) -> str:
         """SHA-256 of the job's manifest."""
@@ -57,6 +57,8 @@ class Jobs:
             else:
                 cluster.custom.create_namespaced_custom_object(*self._path, body, _request_timeout=CALL_TIMEOUT_SECONDS)
 
+        if self.api:
+            trainjob.log_limits(job, self.api)
         cluster.call(create)
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -160,6 +162,8 @@ def choose_kind(cluster: KubernetesClient, requested: str) -> tuple[Jobs, str]:
             reasons.append(f"this account is not allowed to create {kind.KIND}")
         else:
             why = "chosen automatically" if requested == "auto" else "set by the recipe"
+            if jobs.api:
+                jobs = replace(jobs, api=trainjob.with_objects(jobs.api, cluster))
             return jobs, f"{kind.KIND} ({'; '.join([why, *reasons])})"
     problem = f"no training job can be created in {cluster.namespace}: {'; '.join(reasons)}"
     raise UserError(problem, "run tailtune doctor")
@@ -179,7 +183,7 @@ def find_kind(cluster: KubernetesClient, kind: Any) -> Jobs | None:
             return None
         raise
     schema = next(schema for name, schema in schemas.items() if name.endswith(f".{kind.KIND}"))
-    return Jobs(cluster, kind, tuple(schema["properties"]["spec"]["properties"]))
+    return Jobs(cluster, kind, trainjob.read_api(schema))
 
 
 def _this_pod() -> str:

@@ -1,6 +1,6 @@
 """PyTorchJob of the Training Operator, built with the models of the kubeflow-training SDK."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kubeflow.training import (
@@ -26,7 +26,7 @@ KEEP_SECONDS = 7 * 24 * 3600
 """How long a finished job is kept. A failed one has no pods any more; their logs are on the workspace volume."""
 
 
-def build(job: Job, annotations: Mapping[str, str], spec_fields: Collection[str] = ()) -> KubeflowOrgV1PyTorchJob:
+def build(job: Job, annotations: Mapping[str, str]) -> KubeflowOrgV1PyTorchJob:
     """The manifest: one Master and `num_nodes - 1` Workers, all with the same pod."""
 
     def replicas(count: int) -> KubeflowOrgV1ReplicaSpec:

@@ -19,6 +19,7 @@ from tailtune.errors import UserError
 from tailtune.files import read_json
 from tailtune.jobs.job import parse_user_error
 from tailtune.log import LINE_PREFIX, log
+from tailtune.recipe.load import ENVIRONMENT
 from tailtune.signals import on_stop
 
 NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
@@ -76,7 +77,8 @@ def run_torchrun(
                 *args,
             ],
             env={
-                **os.environ,
+                # the recipe has these settings; those of an image would train what the launcher's key does not say
+                **{name: value for name, value in os.environ.items() if name not in ENVIRONMENT},
                 **_num_threads(ranks_per_node),
                 "TORCHELASTIC_ERROR_FILE": str(exception_path),
                 # otherwise restarted ranks read stale keys: pytorch issue 135712

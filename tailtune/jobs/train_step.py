@@ -124,6 +124,7 @@ def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path) -> Jo
         max_restarts=resources.max_restarts,
         shutdown_seconds=resources.shutdown_seconds,
         environment={
+            "NCCL_DEBUG": "INFO",  # otherwise, NCCL fails without saying why
             **resources.environment,
             "DATA_DIR": str(data_dir),
             "OUTPUT_DIR": str(run.models_dir),

@@ -1,8 +1,10 @@
 """Load recipes and override their values.
 
 A recipe is a YAML file. Its values are overridden by its own `local:` overlay (local runs only), then by run parameters
-(`-p`, the dashboard), then by environment variables of the training container. An override names a dotted key, for
-example `stages.0.trainer.learning_rate`; `PARAMETERS` has short names for the common ones.
+(`-p`, the dashboard). An override names a dotted key, for example `stages.0.trainer.learning_rate`; `PARAMETERS` has
+short names for the common ones. `EPOCHS`, `BATCH_SIZE` and `LEARNING_RATE` in `resources.environment` of the file, the
+overlay or the parameters are settings too, and override those of the same source. In the environment of a local run, or
+of ranks that are started by hand, they override everything.
 """
 
 import copy
@@ -18,6 +20,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
+from tailtune.log import log
 from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, Recipe
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
@@ -48,7 +51,7 @@ ENVIRONMENT: dict[str, str] = {
     "BATCH_SIZE": "batch_size",
     "LEARNING_RATE": "learning_rate",
 }
-"""Environment variable of the training container → run parameter."""
+"""Environment variable of the ranks → run parameter."""
 FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
 """Mappings whose keys the user chooses."""
 
@@ -127,7 +130,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
         raise UserError(
             f"recipe file {path} contains no mapping", "start from a built-in one (tailtune/recipes/survival.yaml)"
         )
-    return _validate(_with_absolute_paths(raw, path.parent), source=str(path))
+    return _with_settings_of_environment(_validate(_with_absolute_paths(raw, path.parent), source=str(path)))
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -145,13 +148,23 @@ def parse_recipe(text: str) -> Recipe:
 
 
 def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with run parameters and dotted keys replaced. Raises UserError for unknown keys."""
+    """Return the recipe with run parameters and dotted keys replaced.
+
+    Raises UserError for unknown keys, and for a setting whose variable in `resources.environment` has another value.
+    """
     if not overrides:
-        return recipe
+        return _with_settings_of_environment(recipe)
     raw = recipe.model_dump(mode="json")
     for key, value in overrides.items():
         _set(raw, key, copy.deepcopy(value))  # a later key may be inside it
-    return _validate(raw, source="with " + ", ".join(overrides))
+    changed = _validate(raw, source="with " + ", ".join(overrides))
+    given = {PARAMETERS.get(key, key): key for key in overrides}
+    for name, text in changed.resources.environment.items():
+        setting = given.get(PARAMETERS[ENVIRONMENT[name]]) if name in ENVIRONMENT else None
+        if setting and text and parse_value(text) != overrides[setting]:
+            problem = f"{setting} is {overrides[setting]}, but {name} in resources.environment is {text}"
+            raise UserError(problem, f"set only {setting}")
+    return _with_settings_of_environment(changed)
 
 
 def with_local_overlay(recipe: Recipe) -> Recipe:
@@ -163,7 +176,7 @@ def with_local_overlay(recipe: Recipe) -> Recipe:
 
 
 def with_environment(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
-    """Return the recipe with the training container's variables (`EPOCHS`, …), which override everything else."""
+    """Return the recipe with the settings that are in the ranks' environment (`EPOCHS`, …)."""
     texts = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
     return with_overrides(recipe, {ENVIRONMENT[name]: parse_value(text) for name, text in texts.items()})
 
@@ -223,6 +236,21 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             parent[index] = value
         else:
             parent = parent[index]
+
+
+def _with_settings_of_environment(recipe: Recipe) -> Recipe:
+    """Return the recipe with `EPOCHS`, `BATCH_SIZE` and `LEARNING_RATE` moved from `resources.environment` to settings.
+
+    The training key is made of settings. With variables that only the ranks see, they would train another model.
+    """
+    environment = recipe.resources.environment
+    moved = {name: environment[name] for name in ENVIRONMENT if name in environment}
+    if not moved:
+        return recipe
+    for name, text in moved.items():
+        log.info("recipe: %s=%s in resources.environment is the setting %s", name, text, ENVIRONMENT[name])
+    others = {name: text for name, text in environment.items() if name not in moved}
+    return with_environment(with_overrides(recipe, {"resources.environment": others}), moved)
 
 
 def _validate(raw: dict[str, Any], source: str) -> Recipe:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tailtune import images
 from tailtune.config import Config, template_fields
@@ -24,6 +24,31 @@ VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
 ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
 """Reference of an image: `NAME:TAG`, `HOST/FOLDER/NAME:TAG` or `…@sha256:…`."""
+
+REFUSED_VARIABLES = {
+    r"(.*_)?(TOKEN|SECRET|CREDENTIALS?|KEY(_ID)?)|.*(PASSWORD|PASSWD|PASSPHRASE).*":
+        "a recipe is no place for secrets; hf_secret and s3_secret name those that are mounted as files into the steps "
+        "that fetch",
+    r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|(MASTER|PET)_.*|POD_IP|JOB_COMPLETION_INDEX":
+        "torchrun and the operator set it; use resources.num_nodes and resources.ranks_per_node",
+    r"DATA_DIR|OUTPUT_DIR|HIDDEN_STATE_CACHE_DIR|TERMINATION_LOG|TAILTUNE_.*": "tailtune sets it; leave it out",
+}  # fmt: skip
+"""Patterns of the names that `resources.environment` may not have, in any case, and why."""
+
+
+def _check_environment(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        for pattern, why in REFUSED_VARIABLES.items():
+            if re.fullmatch(pattern, name, re.IGNORECASE):
+                raise ValueError(f"{name} cannot be set here: {why}")
+    return environment
+
+
+Environment = Annotated[
+    dict[str, Annotated[str, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v)]],
+    AfterValidator(_check_environment),
+]
+"""Environment variables: names and texts. A number is taken as its text."""
 
 
 class SmallModel(Config):
@@ -220,8 +245,8 @@ class Resources(Config):
     """Name of a Kueue LocalQueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
     node_selector: dict[str, str] = {}
-    environment: dict[str, str] = {}
-    """Environment variables of the ranks, for example `{NCCL_DEBUG: INFO}`. Not for secrets."""
+    environment: Environment = {}
+    """Environment variables of the ranks, for example `{NCCL_DEBUG: WARN}`. Not for secrets."""
     start_seconds: Annotated[int, Field(ge=1)] = 3600
     """How long it may take until all pods run: queue, node, image."""
     deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600

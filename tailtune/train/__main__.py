@@ -1,9 +1,9 @@
 """The entry of every rank: `torchrun … -m tailtune.train`, on a cluster, a laptop or bare machines.
 
 Precedence: recipe < `-p` parameters < environment (EPOCHS, BATCH_SIZE, LEARNING_RATE, DATA_DIR, OUTPUT_DIR,
-HIDDEN_STATE_CACHE_DIR, TAILTUNE_ERROR_FILE, TAILTUNE_OWNER_FILE, TAILTUNE_PIPELINE_RUN). Only this module reads the
-training container's environment. WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the
-operator, never from here.
+HIDDEN_STATE_CACHE_DIR, TAILTUNE_ERROR_FILE, TAILTUNE_OWNER_FILE, TAILTUNE_PIPELINE_RUN). The launcher removes the first
+three: its recipe has these settings. Only this module reads the training container's environment. WORLD_SIZE, RANK,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, never from here.
 """
 
 import importlib

@@ -39,6 +39,8 @@ DDP_TIMEOUT_SECONDS = 3600
 """How long ranks wait for rank 0 to save a large checkpoint."""
 NUM_EVALUATIONS = 10
 """Evaluations and checkpoints of a run, whatever its length."""
+NUM_CHECKPOINTS = 2
+"""Complete checkpoints that are kept unless the recipe sets `save_total_limit`: the best one and the last."""
 NUM_LOG_LINES = 20
 
 
@@ -97,6 +99,7 @@ def sft_config(
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
+        "save_total_limit": None,  # checkpoints.MarkComplete deletes them, once the new one is complete
     }
     defaults = {
         "gradient_checkpointing": False,  # with it, the backward pass would go through the frozen layers too
@@ -104,7 +107,6 @@ def sft_config(
         "save_strategy": "steps",
         "eval_steps": interval,
         "save_steps": interval,
-        "save_total_limit": 2,
         "logging_steps": max(1, steps // NUM_LOG_LINES),
         "report_to": ["tensorboard"],
         "include_num_input_tokens_seen": "non_padding",

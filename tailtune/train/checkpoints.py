@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 from tailtune.files import write_json
 from tailtune.training_key import CHECKPOINT_KEY
@@ -60,14 +61,20 @@ def seconds_at(checkpoint: Path | None) -> float:
 class MarkComplete(TrainerCallback):
     """Writes a checkpoint's key, and its list of files after every rank has written its own.
 
-    Before anything is saved, rank 0 calls `refuse_if_taken_over`, because Trainer also deletes older checkpoints.
+    Only then are older checkpoints deleted, except for the best one and the `limit - 1` last ones: Trainer would delete
+    them before the new one is complete, and a run that is killed in between would resume from the best one. Before
+    anything is saved, rank 0 calls `refuse_if_taken_over`.
     """
 
     def __init__(
-        self, key: dict[str, Any], refuse_if_taken_over: Callable[[], None], seconds_before: float = 0.0
+        self,
+        key: dict[str, Any],
+        refuse_if_taken_over: Callable[[], None],
+        seconds_before: float = 0.0,
+        limit: int | None = None,
     ) -> None:
         self.key, self.refuse_if_taken_over = key, refuse_if_taken_over
-        self.seconds_before = seconds_before
+        self.seconds_before, self.limit = seconds_before, limit
         self.start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,3 +104,4 @@ class MarkComplete(TrainerCallback):
             files = {p.relative_to(checkpoint).as_posix(): p.stat().st_size
                      for p in sorted(checkpoint.rglob("*")) if p.is_file()}  # fmt: skip
             write_json(checkpoint / COMPLETE, files)
+            rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)

@@ -29,7 +29,7 @@ from tailtune.log import log
 from tailtune.manifest import publish
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
-from tailtune.train.arguments import DDP_TIMEOUT_SECONDS
+from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, NUM_CHECKPOINTS
 from tailtune.train.callbacks import LogLines, SaveByTime, WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
 from tailtune.train.faults import stop_repeated_faults
@@ -111,7 +111,12 @@ def train(
 
     stop, saver = (
         SaveByTime(recipe.resources.checkpoint_seconds),
-        MarkComplete(key, refuse_if_taken_over, seconds_before=seconds_at(resume)),
+        MarkComplete(
+            key,
+            refuse_if_taken_over,
+            seconds_before=seconds_at(resume),
+            limit=stage.trainer.get("save_total_limit", NUM_CHECKPOINTS),
+        ),
     )
     plan = plan_hardware(
         recipe.hardware,

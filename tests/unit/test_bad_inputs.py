@@ -422,6 +422,11 @@ FLAGS: list[Row] = [
      "unknown key 'model.revison', did you mean 'model.revision'?; known here: model.base_model, model.revision"),
     ("-p with an unknown argument", flag("stages.0.trainer.warmup_stepz=1"), 2,
      "stages.0.trainer.warmup_stepz is not an argument of trl.SFTConfig, did you mean 'warmup_steps'?"),
+    ("-p with a secret", flag("resources.environment.HF_TOKEN=hf_x"), 2,
+     "error: recipe with resources.environment.HF_TOKEN: resources.environment: HF_TOKEN cannot be set here: a recipe "
+     "is no place for secrets; hf_secret and s3_secret name those that are mounted as files into the steps that fetch"),
+    ("-p with a setting that is a variable as well", flag("epochs=2", "resources.environment.EPOCHS=3"), 2,
+     "error: epochs is 2, but EPOCHS in resources.environment is 3; set only epochs"),
     ("-p with an index out of range", flag("stages.1.trainer.max_length=1"), 2,
      "error: unknown key 'stages.1.trainer.max_length': 'stages' has entries 0 to 0"),
     ("-p with a name as an index", flag("gate.first.threshold=1"), 2, "'gate' has entries 0 to 2"),

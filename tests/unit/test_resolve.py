@@ -9,6 +9,7 @@ from kubernetes_server import Server
 
 from tailtune import resolve as resolve_module
 from tailtune.errors import UserError
+from tailtune.jobs.train_step import make_job
 from tailtune.recipe.schema import Recipe, without_secrets
 from tailtune.resolve import check_volume_names, claim_directories, resolve_run
 from tailtune.run import MOUNTS, Run
@@ -38,6 +39,18 @@ def test_the_run_is_written_with_its_parameters_and_directories(tmp_path: Path) 
     run = resolve(tmp_path, epochs=2.0)
     assert run.best_model_dir == tmp_path / "models" / "mine" / "best_model"
     assert json.loads(run.run_path.read_text())["recipe"]["stages"][0]["trainer"]["num_train_epochs"] == 2
+
+
+def test_a_variable_of_the_ranks_is_part_of_the_runs_settings(tmp_path: Path, server: Server) -> None:
+    """Else the ranks would train with 9 epochs, and the train step would look for a model of 2."""
+    recipe = tiny_recipe(epochs=2, gpu="")
+    raw = json.loads(recipe.to_json())
+    raw["resources"]["environment"] = {"EPOCHS": "9"}
+    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+    run = resolve_run(json.dumps(raw), {"seed": 3}, "mine", "", *templates, local=False)
+    assert run.recipe.stages[0].trainer["num_train_epochs"] == 9
+    job = make_job(run, run.parquet_dir, tmp_path, tmp_path / "recipe.json")
+    assert "EPOCHS" not in job.environment
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "two words", "x" * 101])

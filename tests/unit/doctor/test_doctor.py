@@ -71,8 +71,8 @@ def allow_servers(server: Server) -> None:
          "trainingoperator"),
         (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
          "is not allowed to patch trainjobs", "components/trainjob"),
-        (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.remove("torch-distributed")), [],
-         "no ClusterTrainingRuntime torch-distributed", "component trainer"),
+        (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.clear()), [],
+         "there is no ClusterTrainingRuntime torch-distributed and no torch-distributed-cpu", "component trainer"),
         (lambda s: (s.install_trainer(only=True),
                     s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
          "this account is not allowed to read it: not checked", "oc apply -k deploy/cluster-admin/"),
@@ -114,6 +114,15 @@ def test_a_finding_reports_the_fault_and_its_fix(
     faults = [finding for finding in json.loads(result.output) if finding["status"] != "ok"]
     assert any(message in finding["message"] and fix in finding["fix"] for finding in faults), faults
     assert result.exit_code == any(finding["status"] == "blocks" for finding in faults)
+
+
+@pytest.mark.parametrize("runtime", ["torch-distributed", "torch-distributed-cpu"])
+def test_one_runtime_is_enough_for_a_trainjob(server: Server, runtime: str) -> None:
+    server.install_trainer(only=True)
+    server.trainer.runtimes = {runtime}
+    for arguments in ([], ["-p", "resources.gpu="]):
+        result = invoke(*arguments)
+        assert result.exit_code == 0 and f"{runtime} is available, and will be used" in result.output
 
 
 def test_a_read_write_once_volume_is_a_warning_for_one_node(server: Server) -> None:

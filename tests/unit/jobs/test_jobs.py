@@ -15,6 +15,8 @@ from tailtune.jobs.node import NodeLog, torchrun_options
 from tailtune.jobs.torchrun import torchrun_module
 
 MODULES = {
+    "settings": "import os\nassert not {'EPOCHS', 'BATCH_SIZE', 'LEARNING_RATE'} & {*os.environ}\n"
+                "assert os.environ['OTHER'] == '1'",
     "fine": "print('all is well')",
     "raises": "import os\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
               "@record\ndef main():\n    if os.environ['RANK'] == '1': raise RuntimeError('the disk is on fire')\n"
@@ -55,6 +57,16 @@ def test_a_job_succeeds_at_the_first_or_second_attempt(job: Job, tmp_path: Path)
     progress_path.write_text("of an earlier job")
     run_job(replace(job, progress_path=progress_path))
     assert not progress_path.exists()
+
+
+@pytest.mark.parametrize("job", ["settings"], indirect=True)
+def test_settings_in_the_launchers_environment_do_not_reach_the_ranks(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would train something else than the launcher's key says, for example where an image sets them."""
+    for name in ("EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "OTHER"):
+        monkeypatch.setenv(name, "1")
+    run_job(job)
 
 
 @pytest.mark.parametrize(

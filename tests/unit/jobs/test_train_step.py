@@ -10,7 +10,7 @@ from conftest import tiny_recipe, write_rows
 from tailtune.errors import UserError
 from tailtune.jobs import follow, kubernetes
 from tailtune.jobs.job import Job, JobFailed, PermanentFailure
-from tailtune.jobs.train_step import STEP_RETRY_SECONDS, train_stage
+from tailtune.jobs.train_step import STEP_RETRY_SECONDS, make_job, train_stage
 from tailtune.parquet.write import write_parquet
 from tailtune.run import Run
 
@@ -39,6 +39,15 @@ def step(folder: Path, pipeline_run: str = "first-id") -> None:
     (folder / "base").mkdir(exist_ok=True)
     (folder / "base" / "config.json").write_text("{}")
     train_stage(run, run.parquet_dir, folder / "base")
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(("given", "expected"), [({}, "INFO"), ({"NCCL_DEBUG": "WARN"}, "WARN")])
+def test_nccl_reports_why_it_fails(tmp_path: Path, local: bool, given: dict[str, str], expected: str) -> None:
+    recipe = tiny_recipe(**{"resources.environment": given})
+    run = Run(name="mine", recipe=recipe, local=local, pipeline_run="", data_dir=tmp_path, models_dir=tmp_path,
+              workspace_dir=tmp_path)  # fmt: skip
+    assert make_job(run, tmp_path, tmp_path, tmp_path / "recipe.json").environment["NCCL_DEBUG"] == expected
 
 
 def test_bad_input_is_not_retried_in_the_same_run(tmp_path: Path, attempts: list[JobFailed]) -> None:

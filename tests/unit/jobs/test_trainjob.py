@@ -1,18 +1,20 @@
 """TrainJob: its manifest, checked against the models that Kubeflow Trainer ships, and the launcher with it."""
 
+import copy
 import json
 import signal
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
-from kubernetes_server import Server
+from kubernetes_server import Pod, Server
 from launchers import in_background, line_numbers, make_job, run, start_job, wait_until
-from operators import first_lost
+from operators import Trainer, first_lost
 
 from tailtune.jobs import progress, trainjob
 from tailtune.jobs.job import Job, JobFailed
@@ -29,25 +31,50 @@ def without_empty(value: Any) -> Any:
     return value
 
 
+def api_of(server: Trainer) -> trainjob.Api:
+    """What tailtune reads from the server's schema."""
+    return trainjob.read_api(server.schemas()["org.kubeflow.trainer.v1alpha1.TrainJob"])
+
+
 def test_the_manifest_has_only_fields_of_the_models() -> None:
-    job = make_job("lines")
-    manifest = trainjob.build(job, {"a": "b"}, ("runtimePatches", "activeDeadlineSeconds"))
+    job = make_job("lines", shutdown_seconds=300)
+    manifest = trainjob.build(job, {"a": "b"}, api_of(Trainer()))
     parsed = without_empty(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
     assert parsed == without_empty(manifest)
-    assert manifest["spec"]["runtimeRef"]["name"] == "torch-distributed-cpu"
     assert manifest["spec"]["trainer"]["numNodes"] == 2 and manifest["spec"]["trainer"]["numProcPerNode"] == 1
+    assert "--shutdown-seconds=300" in manifest["spec"]["trainer"]["command"]
+    (patch,) = manifest["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 330
+    assert set(pod["containers"][0]) == {"name", "securityContext", "volumeMounts"}
 
 
 def test_an_older_cluster_gets_the_fields_that_its_version_has() -> None:
-    spec = trainjob.build(make_job("lines"), {}, ("podTemplateOverrides",))["spec"]
+    older = Trainer()
+    older.install_version_2_1()
+    spec = trainjob.build(make_job("lines", shutdown_seconds=300), {}, api_of(older))["spec"]
     (override,) = spec["podTemplateOverrides"]
     assert "runtimePatches" not in spec and "activeDeadlineSeconds" not in spec
     assert override["targetJobs"] == [{"name": "node"}]
     assert override["metadata"]["labels"] == {"tailtune.io/run": "a-run"}
     assert set(override["spec"]) == {"nodeSelector", "tolerations", "volumes", "containers"}
     assert set(override["spec"]["containers"][0]) == {"name", "volumeMounts"}
+    assert "--shutdown-seconds=25" in spec["trainer"]["command"], "the pods have 30 s"
+    older.fields.remove("podTemplateOverrides")
     with pytest.raises(ValueError, match="neither runtimePatches nor podTemplateOverrides"):
-        trainjob.build(make_job("lines"), {}, ("suspend",))
+        trainjob.build(make_job("lines"), {}, api_of(older))
+
+
+def test_a_version_in_between_has_patches_without_a_grace_period() -> None:
+    """red-hat-data-services/trainer, pkg/apis/trainer/v1alpha1/trainjob_types.go, has had such a version."""
+    between = Trainer()
+    between.pod_fields.remove("terminationGracePeriodSeconds")
+    between.fields |= {"podTemplateOverrides"}
+    manifest = trainjob.build(make_job("lines", shutdown_seconds=300), {}, api_of(between))
+    between.check(manifest)
+    assert "podTemplateOverrides" not in manifest["spec"]
+    assert "--shutdown-seconds=25" in manifest["spec"]["trainer"]["command"]
 
 
 @pytest.mark.parametrize(
@@ -158,21 +185,83 @@ def test_a_job_succeeds_without_permission_to_report_progress(
     assert shown().count("the dashboard shows no progress (403") == 1
 
 
-def test_the_fields_are_those_of_the_clusters_version(trainer: Server, shown: Callable[[], str]) -> None:
-    fields = trainer.trainer.fields
-    fields -= {"runtimePatches", "activeDeadlineSeconds"}
-    fields |= {"podTemplateOverrides"}
+def test_what_an_older_version_cannot_do_is_said_once(trainer: Server, shown: Callable[[], str]) -> None:
+    trainer.trainer.install_version_2_1()
     jobs, _ = choose_kind(KubernetesClient(), "auto")
-    assert set(jobs.spec_fields) == fields
-    run(make_job("lines", num_nodes=1))
+    assert jobs.api and jobs.api.spec == trainer.trainer.fields and jobs.api.pod == trainer.trainer.pod_fields
+    run(make_job("lines", num_nodes=1, shutdown_seconds=300))
     (job,) = trainer.jobs.values()
     assert "podTemplateOverrides" in job["spec"] and "activeDeadlineSeconds" not in job["spec"]
-    assert line_numbers(shown(), 0) == list(range(40))
+    err = shown()
+    assert line_numbers(err, 0) == list(range(40))
+    assert err.count("train: this cluster's TrainJob gives pods 30 s to stop, so a checkpoint that takes longer than "
+                     "25 s is not saved when they are stopped") == 1  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.3"])
+def test_the_deadline_counts_from_the_jobs_creation(trainer: Server, shown: Callable[[], str], version: str) -> None:
+    """Version 2.1 has no `activeDeadlineSeconds`: only the launcher ends the job, in whichever attempt of its step."""
+    if version == "2.1":
+        trainer.trainer.install_version_2_1()
+    job = make_job("long", num_nodes=1, deadline_seconds=3600)
+    jobs, _ = choose_kind(KubernetesClient(), "auto")
+    jobs.create(job)
+    trainer.jobs[job.name]["metadata"]["creationTimestamp"] = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
+    with pytest.raises(JobFailed, match="took longer than 3600 s and was deleted; raise resources"):
+        run(job)
+    assert "already exists and is" in shown()
+    wait_until(lambda: not trainer.jobs)
+
+
+def has_token(pod: Pod) -> bool:
+    return any("projected" in volume for volume in pod.manifest["spec"]["volumes"])
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.3"])
+def test_pods_have_no_token_of_a_service_account(trainer: Server, shown: Callable[[], str], version: str) -> None:
+    if version == "2.1":
+        trainer.trainer.install_version_2_1()
+    trainer.allowed.append(("get", "", "serviceaccounts"))
+    account = {"metadata": {"name": "tailtune-training"}, "automountServiceAccountToken": False}
+    trainer.objects["serviceaccounts", "lyric-professor/tailtune-training"] = account
+    run(make_job("lines"))
+    pods = [pod for pods in trainer.pods.values() for pod in pods]
+    assert {pod.manifest["spec"]["serviceAccountName"] for pod in pods} == {"tailtune-training"}
+    assert not any(map(has_token, pods)) and "service account" not in shown()
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_missing_service_account_is_said_and_not_used(
+    trainer: Server, shown: Callable[[], str], may_read: bool
+) -> None:
+    trainer.allowed += [("get", "", "serviceaccounts")] if may_read else []
+    run(make_job("lines", num_nodes=1))
+    assert all(has_token(pod) for pods in trainer.pods.values() for pod in pods), "what the line says"
+    said = "mount the token of the project's default service account: the account tailtune-training of deploy/"
+    assert shown().count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "may_read", "expected"),
+    [
+        ({"torch-distributed", "torch-distributed-cpu"}, True, "torch-distributed"),
+        ({"torch-distributed"}, False, "torch-distributed"),
+        ({"torch-distributed-cpu"}, True, "torch-distributed-cpu"),
+    ],
+)
+def test_a_runtime_that_exists_is_used(trainer: Server, runtimes: set[str], may_read: bool, expected: str) -> None:
+    """OpenShift AI has `torch-distributed-cpu` only since 3.4: red-hat-data-services/trainer, manifests/rhoai."""
+    trainer.trainer.runtimes = runtimes
+    if not may_read:
+        trainer.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))
+    run(make_job("lines", num_nodes=1))
+    (job,) = trainer.jobs.values()
+    assert job["spec"]["runtimeRef"]["name"] == expected
 
 
 def test_the_error_names_what_is_missing_for_a_trainjob(trainer: Server) -> None:
     trainer.trainer.runtimes.clear()
-    with pytest.raises(JobFailed, match=r'was refused: 403 .*ClusterTrainingRuntime "torch-distributed-cpu" not found'):
+    with pytest.raises(JobFailed, match=r'was refused: 403 .*ClusterTrainingRuntime.* "torch-distributed" not found'):
         run(make_job("lines"))
     trainer.allowed = [rule for rule in trainer.allowed if rule[1] != "trainer.kubeflow.org"]
     with pytest.raises(
@@ -194,7 +283,16 @@ def test_the_test_server_is_strict_about_trainjobs(trainer: Server) -> None:
     root = f"{trainer.url}/apis/trainer.kubeflow.org/v1alpha1"
     headers = {"Authorization": f"Bearer {trainer.token}"}
     url = f"{root}/namespaces/lyric-professor/trainjobs"
-    body = trainjob.build(make_job("lines"), {})
+    body = trainjob.build(make_job("lines"), {}, api_of(trainer.trainer))
+    trainer.trainer.install_version_2_1()
+    older = trainjob.build(make_job("lines"), {}, api_of(trainer.trainer))
+    for field in ("terminationGracePeriodSeconds", "automountServiceAccountToken"):
+        (override,) = copy.deepcopy(older)["spec"]["podTemplateOverrides"]
+        override["spec"][field] = 0
+        changed = {**older, "spec": {**older["spec"], "podTemplateOverrides": [override]}}
+        answer = requests.post(url, json=changed, headers=headers, timeout=5)
+        assert answer.status_code == 400 and f'unknown field "spec.{field}"' in answer.json()["message"]
+    trainer.trainer = trainer.operators[0] = Trainer()
     body["spec"]["trainer"]["replicas"] = 2
     answer = requests.post(url, json=body, headers=headers, timeout=5)
     assert answer.status_code == 400 and 'unknown field "spec.trainer.replicas"' in answer.json()["message"]

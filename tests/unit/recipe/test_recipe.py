@@ -168,6 +168,66 @@ def test_a_bad_environment_variable_is_refused() -> None:
         with_environment(SURVIVAL, {"EPOCHS": "many"})
 
 
+def test_settings_in_the_environment_of_the_ranks_become_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training key is made of the recipe: a variable that only the ranks saw would not be part of it."""
+    caplog.set_level("INFO", "tailtune")
+    raw = SURVIVAL.model_dump(mode="json")
+    raw["resources"]["environment"] = {"EPOCHS": 7, "NCCL_IB_DISABLE": 1, "BATCH_SIZE": ""}
+    (tmp_path / "own.json").write_text(json.dumps(raw))
+    recipe = load_recipe(tmp_path / "own.json")
+    assert recipe.stages[0].trainer["num_train_epochs"] == 7
+    assert recipe.resources.environment == {"NCCL_IB_DISABLE": "1"}
+    before = SURVIVAL.stages[0].trainer["per_device_train_batch_size"]
+    assert recipe.stages[0].trainer["per_device_train_batch_size"] == before, "an empty variable is none"
+    assert "recipe: EPOCHS=7 in resources.environment is the setting epochs" in caplog.messages
+    changed = with_overrides(recipe, {"resources.environment.LEARNING_RATE": 1e-5, "epochs": 2})
+    assert changed.stages[0].trainer["learning_rate"] == 1e-5 and changed.stages[0].trainer["num_train_epochs"] == 2
+    assert changed.resources.environment == {"NCCL_IB_DISABLE": "1"}
+
+
+def test_a_setting_and_a_variable_with_different_values_are_refused() -> None:
+    """As when a recipe is edited in the dashboard, whose form sets every parameter as well."""
+    edited = parse_recipe(SURVIVAL.model_copy(update={
+        "resources": SURVIVAL.resources.model_copy(update={"environment": {"EPOCHS": "9"}})
+    }).to_json())  # fmt: skip
+    with pytest.raises(UserError, match=r"epochs is 3, but EPOCHS in resources.environment is 9; set only epochs"):
+        with_overrides(edited, {"epochs": 3})
+    for overrides in ({"epochs": 9.0}, {"seed": 1}, {}):
+        recipe = with_overrides(edited, overrides)
+        assert recipe.stages[0].trainer["num_train_epochs"] == 9 and not recipe.resources.environment
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("HF_TOKEN", "no place for secrets; hf_secret and s3_secret name those that are mounted as files"),
+        ("AWS_SECRET_ACCESS_KEY", "no place for secrets"),
+        ("AWS_ACCESS_KEY_ID", "no place for secrets"),
+        ("wandb_api_key", "no place for secrets"),
+        ("DB_PASSWORD_FILE", "no place for secrets"),
+        ("LOCAL_RANK", "torchrun and the operator set it; use resources.num_nodes and resources.ranks_per_node"),
+        ("WORLD_SIZE", "torchrun and the operator set it"),
+        ("MASTER_ADDR", "torchrun and the operator set it"),
+        ("PET_NNODES", "torchrun and the operator set it"),
+        ("OUTPUT_DIR", "tailtune sets it; leave it out"),
+        ("TAILTUNE_OWNER_FILE", "tailtune sets it; leave it out"),
+    ],
+)
+def test_some_variables_are_not_for_recipes(name: str, why: str) -> None:
+    with pytest.raises(UserError) as error:
+        with_overrides(SURVIVAL, {f"resources.environment.{name}": "hunter2"})
+    assert f"resources.environment: {name} cannot be set here: " in str(error.value) and why in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_other_variables_are_for_recipes() -> None:
+    names = ("NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "PAD_TOKEN_ID", "HF_TOKEN_PATH", "NCCL_IB_PKEY", "RANKS", "KEYS")
+    recipe = with_overrides(SURVIVAL, {"resources.environment": dict.fromkeys(names, 1.5)})
+    assert recipe.resources.environment == dict.fromkeys(names, "1.5")
+
+
 @pytest.mark.parametrize(
     ("template", "fields", "filled"),
     [

@@ -8,6 +8,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -15,14 +16,14 @@ import tail_runs
 import torch
 from conftest import tiny_recipe
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
 from tailtune.kinds.chat.train import count_truncated
 from tailtune.recipe.schema import Hardware, LastLayers
 from tailtune.train import hardware
-from tailtune.train.arguments import check_trainer_arguments, num_steps, sft_config
+from tailtune.train.arguments import NUM_CHECKPOINTS, check_trainer_arguments, num_steps, sft_config
 from tailtune.train.callbacks import WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, MarkComplete, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
@@ -261,6 +262,50 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     remove_incomplete(tmp_path)
     assert not truncated.exists() and not interrupted.exists()
     assert sorted(step_of(p) for p in tmp_path.iterdir()) == [-1, 9, 10]
+
+
+class WorseAndWorse(torch.nn.Module):
+    """Every evaluation has a higher loss, so the first checkpoint remains the best one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.num_evaluations = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.num_evaluations += not self.training
+        return {"loss": ((x * self.weight - labels) ** 2).mean() + self.num_evaluations, "logits": x}
+
+
+class BeforeItIsComplete(TrainerCallback):
+    """What a run could resume from, and what is on the volume, if it were killed before the list of files is there."""
+
+    def __init__(self) -> None:
+        self.resumable: list[int] = []
+        self.steps: list[list[int]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        newest = latest_complete(Path(args.output_dir))
+        self.resumable.append(step_of(newest) if newest else 0)
+        self.steps.append(sorted(map(step_of, Path(args.output_dir).glob("checkpoint-*"))))
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, [1, 5]), (3, [1, 4, 5])])
+def test_the_newest_complete_checkpoint_remains_until_the_next_one_is_complete(
+    tmp_path: Path, limit: int | None, kept: list[int]
+) -> None:
+    limits = {"stages.0.trainer.save_total_limit": limit} if limit else {}
+    recipe = tiny_recipe(**{"stages.0.trainer.max_steps": 5, "stages.0.trainer.eval_steps": 1}, **limits)
+    config = sft_config(recipe, recipe.stages[0], plan_hardware(recipe.hardware, 2, 1), output_dir=tmp_path,
+                        num_train_rows=20, world_size=1)  # fmt: skip
+    config.report_to, config.disable_tqdm, config.include_num_input_tokens_seen = [], True, "no"
+    killed = BeforeItIsComplete()
+    saver = MarkComplete({}, lambda: None, limit=limit or NUM_CHECKPOINTS)
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 20
+    Trainer(WorseAndWorse(), config, train_dataset=rows, eval_dataset=rows[:2], callbacks=[killed, saver]).train()
+    assert killed.resumable == [0, 1, 2, 3, 4]
+    assert max(map(len, killed.steps)) == len(kept) + 1, "those that are kept, and the one that is being written"
+    assert sorted(map(step_of, tmp_path.glob("checkpoint-*"))) == kept
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_evaluate"])
