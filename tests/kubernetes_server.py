@@ -34,6 +34,8 @@ from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
 from operators import DNS_LABEL, Template, Trainer, TrainingOperator, may, now, rules
 
+from tailtune import __version__
+
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Content types of patches to custom resources: no strategic merge."""
 REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
@@ -80,7 +82,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"
 
 
 def granted_by(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """The rules that the roles in a folder give, by the name of each subject; `edit` are people with that role."""
+    """The rules that the roles in a folder give, by subject; `edit` is who has that role, or `admin`."""
     manifests = [each for path in sorted(folder.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
     roles = {each["metadata"]["name"]: rules(each) for each in manifests if "rules" in each}
     granted: dict[str, list[tuple[str, str, str]]] = {}
@@ -88,7 +90,7 @@ def granted_by(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
         for subject in manifest.get("subjects", []):
             granted.setdefault(subject["name"], []).extend(roles[manifest["roleRef"]["name"]])
         labels = manifest.get("metadata", {}).get("labels") or {}
-        if labels.get("rbac.authorization.k8s.io/aggregate-to-edit") == "true":  # also reaches `admin`
+        if all(labels.get(f"rbac.authorization.k8s.io/aggregate-to-{role}") == "true" for role in ("edit", "admin")):
             granted.setdefault("edit", []).extend(rules(manifest))
     return granted
 
@@ -259,7 +261,10 @@ class Server(HttpServer):
         self.requests: list[str] = []
         self.reviewed: str | None = None
         """The user of the last access review that was about another user than the client's own."""
-        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {
+            ("imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{__version__}"): {"lookupPolicy": {"local": True}}
+            for image in ("pipeline", "trainer")
+        }
         """Other objects that can be read, by (resource, project/name)."""
         self.restarts: dict[str, int] = {}
         """How often each pod's container was restarted, the pods of deleted jobs included."""

@@ -91,6 +91,8 @@ def _pipeline_server(cluster: KubernetesClient, is_openshift: bool) -> Iterator[
                           "name its address when you submit: pipeline.py --submit --endpoint ADDRESS")  # fmt: skip
         return
     if address is None:
+        if cluster.in_pod:
+            return
         yield Finding(check, BLOCKS, f"project {cluster.namespace} has none that is ready",
                       "dashboard: the project, Pipelines, Configure pipeline server; then oc get dspa")  # fmt: skip
         return

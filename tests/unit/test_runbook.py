@@ -383,10 +383,6 @@ def test_the_doctor_prints_what_the_runbook_shows(tmp_path: Path, monkeypatch: p
         pipelines.token = server.token
         ready = {"metadata": {"name": "dspa"}, "status": {"components": {"apiServer": {"externalUrl": pipelines.url}}}}
         server.objects["datasciencepipelinesapplications", f"{NAMESPACE}/dspa"] = ready
-        for image in ("pipeline", "trainer"):
-            server.objects["imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{tailtune.__version__}"] = {
-                "lookupPolicy": {"local": True}
-            }
         result = CliRunner().invoke(tailtune.cli.main, ["doctor"])
     printed = {normal(line) for line in result.stdout.splitlines()}
     shown = [normal(line) for line in output_with("✓ login")]
