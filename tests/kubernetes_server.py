@@ -4,7 +4,8 @@ of operators.py.
 It runs the pods: one process per replica, with the environment that the operator sets. It is as strict as a real
 cluster: unknown fields are rejected (by the models that `kubernetes`, `kubeflow-training` and `kubeflow-trainer-api`
 ship), names have to be DNS labels, a name is taken (409) until the job is deleted (404), and the pipeline's service
-account has only the permissions that it has on OpenShift AI (403). `Faults` simulates what goes wrong on real clusters.
+account has only the permissions that it has on OpenShift AI and those of deploy/cluster-admin (403). `Faults` simulates
+what goes wrong on real clusters.
 """
 
 import copy
@@ -33,6 +34,8 @@ from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 from kubernetes.client import models as kubernetes_models
 from operators import DNS_LABEL, Template, Trainer, TrainingOperator, admitted, may, now, rules
 
+from tailtune import __version__
+
 INIT_CONTAINER = "init-pytorch"
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Content types of patches to custom resources: no strategic merge."""
@@ -44,12 +47,54 @@ OBJECT = re.compile(
     r"(?:/([^/]+))?"
 )
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
-ALLOWED = (
-    # (verb, group, resource): the part of the role of pipeline-runner-dspa that the tests need
-    ("*", "kubeflow.org", "*"), ("*", "", "pods"), ("*", "", "pods/log"), ("*", "", "persistentvolumeclaims"),
-    ("*", "", "services"), ("get", "", "secrets"), ("list", "", "secrets"), ("get", "", "configmaps"),
-    ("create", "authorization.k8s.io", "selfsubjectaccessreviews"), ("list", "argoproj.io", "workflows"),
+RUNNER = "pipeline-runner-dspa"
+EVERYBODY = (
+    # (verb, group, resource): Kubernetes' ClusterRole system:basic-user
+    ("create", "authorization.k8s.io", "selfsubjectaccessreviews"),
+    ("create", "authentication.k8s.io", "selfsubjectreviews"),
+)
+RUNNER_ROLE = (
+    # config/internal/apiserver/default/role_pipeline-runner.yaml.tmpl of data-science-pipelines-operator, as Red Hat's
+    # branches rhoai-3.3 to 3.5 have had it since August 2026: of kubeflow.org only scheduledworkflows, before that `*`
+    ("get", "", "secrets"), ("list", "", "secrets"), ("get", "", "configmaps"), ("list", "", "configmaps"),
+    ("watch", "", "configmaps"), ("*", "", "persistentvolumeclaims"), ("*", "", "pods"), ("*", "", "pods/exec"),
+    ("*", "", "pods/log"), ("*", "", "services"), ("*", "batch", "jobs"), ("*", "kubeflow.org", "scheduledworkflows"),
+    ("get", "argoproj.io", "workflows"), ("list", "argoproj.io", "workflows"), ("watch", "argoproj.io", "workflows"),
+    ("update", "argoproj.io", "workflows"), ("patch", "argoproj.io", "workflows"),
 )  # fmt: skip
+EDIT_ROLE = tuple(
+    # the part that the tests need of the role `edit` of a project on OpenShift. It has no rights on training jobs:
+    # manifests/rhoai/kubeflow-training-roles.yaml of Red Hat's training-operator no longer adds any to `edit`
+    (verb, group, resource)
+    for group, resource, verbs in (
+        ("", "pods", "create delete get list"), ("", "pods/log", "get"), ("", "events", "list"),
+        ("", "persistentvolumeclaims", "create delete get list"), ("", "secrets", "create delete get list"),
+        ("", "resourcequotas", "get list"), ("", "limitranges", "get list"),
+        ("image.openshift.io", "imagestreamtags", "create delete get list"),
+    )
+    for verb in verbs.split()
+)  # fmt: skip
+ADMIN_ROLE = (*EDIT_ROLE, ("create", "authorization.k8s.io", "localsubjectaccessreviews"))
+"""The role `admin` of a project: it may also ask what others are allowed to do."""
+RESOURCE = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>(?!namespaces/)[^/]+)"
+    r"(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?"
+)
+VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+
+
+def granted_by(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
+    """The rules that the roles in a folder give, by subject; `edit` is who has that role, or `admin`."""
+    manifests = [each for path in sorted(folder.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+    roles = {each["metadata"]["name"]: rules(each) for each in manifests if "rules" in each}
+    granted: dict[str, list[tuple[str, str, str]]] = {}
+    for manifest in manifests:
+        for subject in manifest.get("subjects", []):
+            granted.setdefault(subject["name"], []).extend(roles[manifest["roleRef"]["name"]])
+        labels = manifest.get("metadata", {}).get("labels") or {}
+        if all(labels.get(f"rbac.authorization.k8s.io/aggregate-to-{role}") == "true" for role in ("edit", "admin")):
+            granted.setdefault("edit", []).extend(rules(manifest))
+    return granted
 
 
 @dataclass
@@ -230,14 +275,22 @@ class Server(HttpServer):
         self.access_mode = "ReadWriteMany"
         self.operator, self.trainer = TrainingOperator(), Trainer()
         self.operators: list[TrainingOperator | Trainer] = [self.operator]
-        self.groups = ["kubeflow.org", "authorization.k8s.io"]
-        self.allowed = list(ALLOWED)
+        self.groups = ["kubeflow.org", "authorization.k8s.io", "image.openshift.io",
+                       "datasciencepipelinesapplications.opendatahub.io"]  # fmt: skip
+        self.allowed = [*EVERYBODY, *RUNNER_ROLE]
+        """The rights of the runner."""
+        self.person: list[tuple[str, str, str]] | None = None
+        """The rights of a person, if the token is not the runner's but theirs."""
+        self.apply_cluster_admin()
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, list[Pod]] = {}
         self.requests: list[str] = []
         self.reviewed: str | None = None
-        """User of the last access review, if it was another user than the client's own."""
-        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        """The user of the last access review that was about another user than the client's own."""
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {
+            ("imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{__version__}"): {"lookupPolicy": {"local": True}}
+            for image in ("pipeline", "trainer")
+        }
         """Other objects that can be read, by (resource, project/name)."""
         self.restarts: dict[str, int] = {}
         """How often each pod's container was restarted, the pods of deleted jobs included."""
@@ -257,12 +310,35 @@ class Server(HttpServer):
         self.write_kubeconfig()
 
     def install_trainer(self, *, only: bool = False) -> None:
-        """Install Kubeflow Trainer with its roles from deploy/; with `only`, instead of the Training Operator."""
+        """Install Kubeflow Trainer; with `only`, instead of the Training Operator."""
         self.operators = [self.trainer] if only else [self.operator, self.trainer]
         self.groups.append(self.trainer.group)  # kubeflow.org remains: notebooks belong to that group too
-        for path in ("components/trainjob/role.yaml", "cluster-admin/training-runtimes.yaml"):
-            for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
-                self.allowed += rules(manifest) if "rules" in manifest else []
+
+    def apply_cluster_admin(self) -> None:
+        """Grant what deploy/cluster-admin grants."""
+        granted = granted_by(DEPLOY / "cluster-admin")
+        for rights, who in ((self.allowed, RUNNER), (self.person, "edit")):
+            if rights is not None:
+                rights += [rule for rule in granted[who] + granted["system:authenticated"] if rule not in rights]
+
+    def log_in(self, *role: tuple[str, str, str]) -> None:
+        """From now on, the token is that of a person with this role, who has nothing of deploy/cluster-admin."""
+        self.person = [*EVERYBODY, *role]
+
+    @property
+    def user(self) -> str:
+        """Whose token it is."""
+        return f"system:serviceaccount:{NAMESPACE}:{RUNNER}" if self.person is None else "alice"
+
+    def _authorize(self, method: str, path: str) -> None:
+        """Refuse what the token's owner has no right to; as in a cluster, before it is known whether it exists."""
+        if match := RESOURCE.fullmatch(path):
+            verb = VERBS.get(method, "get" if match["name"] else "list")
+            group, resource = match["group"] or "", "/".join(filter(None, (match["resource"], match["sub"])))
+            if not may(self.allowed if self.person is None else self.person, verb, group, resource):
+                raise Refused(403, f'{".".join(filter(None, (resource, group)))} is forbidden: User "{self.user}" '
+                                   f'cannot {verb} resource "{resource}" in API group "{group}" in the namespace '
+                                   f'"{NAMESPACE}"')  # fmt: skip
 
     def write_kubeconfig(self) -> None:
         """Write the kubeconfig as `oc login` does."""
@@ -294,6 +370,7 @@ class Server(HttpServer):
                 raise Refused(status, "the server is failing")
             if request.headers.get("Authorization") != f"Bearer {self.token}":
                 raise Refused(401, "Unauthorized")
+            self._authorize(request.command, unquote(url.path))
             query = {key: values[0] for key, values in parse_qs(url.query).items()}
             log = re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/([^/]+)/log", url.path)
             if log and request.command == "GET":
@@ -343,22 +420,25 @@ class Server(HttpServer):
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
         reviews = re.fullmatch(rf"/apis/authorization.k8s.io/v1/(?:namespaces/{NAMESPACE}/)?(\w+accessreviews)", path)
+        if path == "/apis/authentication.k8s.io/v1/selfsubjectreviews" and method == "POST":
+            return {**body, "status": {"userInfo": {"username": self.user}}}
         if reviews and method == "POST":
-            if not may(self.allowed, "create", "authorization.k8s.io", reviews[1]):
-                raise Refused(403, f"{reviews[1]} is forbidden")
             check_fields(body, REVIEWS[reviews[1]], [kubernetes_models])
-            self.reviewed = body["spec"].get("user")
+            self.reviewed = body["spec"].get("user") or self.reviewed
             attributes = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, (attributes["resource"], attributes.get("subresource"))))
-            allowed = may(self.allowed, attributes["verb"], attributes.get("group", ""), resource)
+            user = body["spec"].get("user") or self.user
+            if user.startswith("system:serviceaccount:"):
+                known = self.allowed if user.endswith(f":{NAMESPACE}:{RUNNER}") else []
+            else:
+                known = self.person or []
+            allowed = may(known, attributes["verb"], attributes.get("group", ""), resource)
             return {**body, "status": {"allowed": allowed}}
         if method == "GET" and (match := OBJECT.fullmatch(unquote(path))):
             return self._read_object(*match.groups())
         if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everyone has access to discovery
             raise Refused(404, "404 page not found")
         if path == f"/apis/argoproj.io/v1alpha1/namespaces/{NAMESPACE}/workflows" and method == "GET":
-            if not may(self.allowed, "list", "argoproj.io", "workflows"):
-                raise Refused(403, "workflows.argoproj.io is forbidden")
             # KFP terminates a run with a deadline of 0: kubeflow/pipelines, backend/src/common/util/execution_spec.go
             workflows = [
                 {"metadata": {"labels": {"pipeline/runid": run}}, "status": {"phase": phase},
@@ -372,15 +452,13 @@ class Server(HttpServer):
             matching = [pod for pod in pods if _matches(pod, query)]
             return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": matching}
         if path == f"/api/v1/namespaces/{NAMESPACE}/events" and method == "GET":
-            if not may(self.allowed, "list", "", "events"):
-                raise Refused(403, 'events is forbidden: User "pipeline-runner-dspa" cannot list resource "events"')
             return {"kind": "EventList", "apiVersion": "v1", "metadata": {}, "items": self._events(query)}
         if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/([^/]+)", path):
             if match[1] not in self.step_pods:
                 raise Refused(404, f'pods "{match[1]}" not found')
             return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
                     "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
-        raise Refused(403, f'{method} {path} is forbidden: User "pipeline-runner-dspa" may not do it')
+        raise Refused(403, f'{method} {path} is forbidden: User "{self.user}" may not do it')
 
     def _events(self, query: dict[str, str]) -> list[dict[str, Any]]:
         """The events of the pod that the field selector names."""
@@ -398,8 +476,8 @@ class Server(HttpServer):
 
     def _read_object(self, group: str | None, namespace: str, resource: str, name: str | None) -> dict[str, Any]:
         """One of `objects`, or all of a resource."""
-        if not may(self.allowed, "get" if name else "list", group or "", resource):
-            raise Refused(403, f'{resource} is forbidden: User "pipeline-runner-dspa" may not read it')
+        if group and group not in self.groups:
+            raise Refused(404, "404 page not found")
         if name is None:
             return {"items": [manifest for (kind, _), manifest in self.objects.items() if kind == resource]}
         if (resource, f"{namespace}/{name}") not in self.objects:
@@ -416,11 +494,7 @@ class Server(HttpServer):
         if match is None:
             raise Refused(404, "404 page not found")
         resource, name = match.groups()
-        verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get" if name else "list")
-        if not may(self.allowed, verb, operator.group, resource):
-            raise Refused(403, f'{resource}.{operator.group} is forbidden: User "pipeline-runner-dspa" cannot {verb} '
-                               f'resource "{resource}" in API group "{operator.group}" in the namespace '
-                               f'"{NAMESPACE}"')  # fmt: skip
+        verb = VERBS.get(method, "get" if name else "list")
         if operator is self.trainer and resource == "clustertrainingruntimes" and method == "GET":
             runtimes = [self.trainer.runtime(each) for each in sorted(self.trainer.runtimes) if name in (None, each)]
             if name and not runtimes:

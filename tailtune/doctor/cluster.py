@@ -13,15 +13,19 @@ from packaging.version import InvalidVersion, Version
 
 from tailtune.doctor.findings import BLOCKS, GIGABYTE, OK, UNKNOWN, WARNING, Finding
 from tailtune.jobs import trainjob
+from tailtune.jobs.cleanup import ASK_CLUSTER_ADMIN
 from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import JOB_KINDS, find_kind
 from tailtune.recipe.schema import Recipe
 from tailtune.run import MOUNTS
 
-RUNNER = "pipeline-runner-dspa"
-"""Service account of the pipeline's steps."""
+RUNNER = "pipeline-runner"
+"""Service account of the steps on Kubeflow Pipelines; OpenShift AI adds a dash and the pipeline server's name."""
+SERVER_GROUP = "datasciencepipelinesapplications.opendatahub.io"
 VERBS = ("create", "get", "list", "patch", "delete")
 """What a step needs to do with training jobs."""
+PERSON_VERBS = ("list", "delete")
+"""What `tailtune cancel` and `tailtune gc` need to do with them."""
 OLDEST_SERVER = Version("2.14.3")
 """Kubeflow Pipelines' version that compiled files need; OpenShift AI 3.0 has it."""
 INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
@@ -35,13 +39,14 @@ def cluster_findings(cluster: KubernetesClient, recipe: Recipe, images: Sequence
     yield Finding("login", OK, f"{cluster.configuration.host}, Kubernetes {version.git_version}, project "
                                f"{cluster.namespace}")  # fmt: skip
     groups = cluster.call(client.ApisApi(api).get_api_versions).groups
-    yield from _pipeline_server(cluster)
+    is_openshift = any(group.name == "image.openshift.io" for group in groups)
+    yield from _pipeline_server(cluster, is_openshift)
     yield from _training_jobs(cluster, recipe)
     yield from _volumes(cluster, recipe)
     yield from _queue(cluster, recipe, groups)
     yield from _quota(cluster, recipe)
     yield from _secrets(cluster, recipe)
-    yield from _images(cluster, images)
+    yield from _images(cluster, images, is_openshift)
 
 
 def find_pipeline_server(cluster: KubernetesClient) -> str | None:
@@ -49,10 +54,7 @@ def find_pipeline_server(cluster: KubernetesClient) -> str | None:
 
     Raises client.ApiException, with status 404 where the cluster has no pipeline servers.
     """
-    servers = cluster.call(lambda: cluster.custom.list_namespaced_custom_object(
-        "datasciencepipelinesapplications.opendatahub.io", "v1", cluster.namespace,
-        "datasciencepipelinesapplications"))["items"]  # fmt: skip
-    for server in servers:
+    for server in _pipeline_servers(cluster):
         value: Any = server
         for key in ("status", "components", "apiServer", "externalUrl"):
             value = value.get(key) or {}
@@ -61,22 +63,36 @@ def find_pipeline_server(cluster: KubernetesClient) -> str | None:
     return None
 
 
-def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
+def _pipeline_servers(cluster: KubernetesClient) -> list[dict[str, Any]]:
+    """Return the project's DataSciencePipelinesApplications. Raises client.ApiException."""
+    answer = cluster.call(lambda: cluster.custom.list_namespaced_custom_object(
+        SERVER_GROUP, "v1", cluster.namespace, "datasciencepipelinesapplications"))  # fmt: skip
+    return list(answer["items"])
+
+
+def _pipeline_server(cluster: KubernetesClient, is_openshift: bool) -> Iterator[Finding]:
     """Check that the project has a server, and that it is new enough for the compiled files.
 
-    Inside a run, which has a server, an account that is not allowed to look for it is not a finding.
+    Inside a run, which has a server, one that is not found is not a finding.
     """
     check = "pipeline server"
     try:
         address = find_pipeline_server(cluster)
     except client.ApiException as error:
-        if error.status == 404:
+        if cluster.in_pod:
+            return
+        if error.status != 404:
+            yield _unread(check, error.status, "oc get dspa")
+        elif is_openshift:
             yield Finding(check, BLOCKS, "the cluster has no pipeline servers",
                           "enable the aipipelines component: oc edit datasciencecluster")  # fmt: skip
-        elif not cluster.in_pod:
-            yield _unread(check, error.status, "oc get dspa")
+        else:
+            yield Finding(check, UNKNOWN, "the cluster has no OpenShift AI: Kubeflow Pipelines is not checked",
+                          "name its address when you submit: pipeline.py --submit --endpoint ADDRESS")  # fmt: skip
         return
     if address is None:
+        if cluster.in_pod:
+            return
         yield Finding(check, BLOCKS, f"project {cluster.namespace} has none that is ready",
                       "dashboard: the project, Pipelines, Configure pipeline server; then oc get dspa")  # fmt: skip
         return
@@ -106,43 +122,74 @@ def _pipeline_server(cluster: KubernetesClient) -> Iterator[Finding]:
 
 
 def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check the kind of job that the launcher would create, and what the steps' account is allowed to do with it."""
+    """Check the kind of job that the launcher would create, and who is allowed to do what with it.
+
+    In a step of a run, this account is the runner. At a terminal, a person asks about the runner and about themselves.
+    """
     kinds = [kind for name, kind in JOB_KINDS.items() if recipe.resources.job_kind in ("auto", name)]
     installed = [kind for kind in kinds if find_kind(cluster, kind)]
     if not installed:
         yield Finding("training job", BLOCKS, f"the cluster has no {' and no '.join(kind.KIND for kind in kinds)}",
                       "enable the component trainingoperator, or trainer: oc edit datasciencecluster")  # fmt: skip
         return
-    user = _runner(cluster)
-    missing = {kind.KIND: [f"{verb} {kind.PLURAL}" for verb in VERBS
-                           if not cluster.may(verb, kind.GROUP, kind.PLURAL, user)] for kind in installed}  # fmt: skip
-    kind = next((kind for kind in installed if not missing[kind.KIND]), installed[0])
+    runner = _runner(cluster)
+    user = None if cluster.in_pod else f"system:serviceaccount:{cluster.namespace}:{runner}"
+    try:
+        missing = [(kind, _missing(cluster, VERBS, kind, user)) for kind in installed]
+        kind, refused = next((each for each in missing if not each[1]), missing[0])
+        refused += [
+            f"{verb} {resource}"
+            for verb, resource in (("list", "pods"), ("get", "pods/log"))
+            if not cluster.may(verb, "", resource, user)
+        ]
+    except client.ApiException as error:
+        if user is None or error.status != 403:
+            raise
+        kind, refused = installed[0], None
     yield Finding("training job", OK, f"{kind.KIND} is available")
-    refused = missing[kind.KIND] + [
-        f"{verb} {resource}"
-        for verb, resource in (("list", "pods"), ("get", "pods/log"))
-        if not cluster.may(verb, "", resource, user)
-    ]
-    check = "permissions of the runner" if user else "permissions"
-    if not refused:
-        yield Finding(check, OK, "may create, follow and delete training jobs")
+    check = "permissions of the runner"
+    if refused is None:
+        yield Finding(check, UNKNOWN, f"you are not allowed to ask about {runner}; the first step of a run checks them")
+    elif refused:
+        yield Finding(check, BLOCKS, f"{runner} is not allowed to {', '.join(refused)} in {cluster.namespace}",
+                      f"{ASK_CLUSTER_ADMIN}, with {cluster.namespace} and {runner} in "
+                      f"deploy/project/kustomization.yaml")  # fmt: skip
     else:
-        fix = f"oc policy add-role-to-user edit -z {RUNNER} -n {cluster.namespace}"
-        if kind is trainjob:
-            fix = "uncomment components/trainjob in deploy/kustomization.yaml; oc apply -k deploy/"
-        yield Finding(check, BLOCKS, f"is not allowed to {', '.join(refused)} in {cluster.namespace}", fix)
+        yield Finding(check, OK, f"{runner} may create, follow and delete training jobs")
+    if not cluster.in_pod:
+        yield _person(cluster, kind)
     if kind is trainjob:
         yield _runtime(cluster)
 
 
-def _runner(cluster: KubernetesClient) -> str | None:
-    """Return the steps' account, or None if the user is not allowed to ask about it: then the user's own is checked."""
-    user = f"system:serviceaccount:{cluster.namespace}:{RUNNER}"
+def _person(cluster: KubernetesClient, kind: Any) -> Finding:
+    """Check what cleaning up needs. Who is not allowed to do that can still start runs and end them."""
+    if refused := _missing(cluster, PERSON_VERBS, kind):
+        return Finding("your permissions", WARNING,
+                       f"you are not allowed to {', '.join(refused)} in {cluster.namespace}: submitting, watching and "
+                       f"`pipeline.py --cancel` work, because a run's last step deletes its job; `tailtune cancel` and "
+                       f"`tailtune gc` do not", ASK_CLUSTER_ADMIN)  # fmt: skip
+    return Finding("your permissions", OK, "you may see and delete training jobs")
+
+
+def _missing(cluster: KubernetesClient, verbs: Sequence[str], kind: Any, user: str | None = None) -> list[str]:
+    """Return what this account, or `user`, is not allowed to do with jobs of a kind. Raises client.ApiException."""
+    return [f"{verb} {kind.PLURAL}" for verb in verbs if not cluster.may(verb, kind.GROUP, kind.PLURAL, user)]
+
+
+def _runner(cluster: KubernetesClient) -> str:
+    """Return the name of the steps' service account."""
+    if cluster.in_pod:
+        api = client.AuthenticationV1Api(cluster.core.api_client)
+        review = cluster.call(lambda: api.create_self_subject_review(client.V1SelfSubjectReview()))
+        return str(review.status.user_info.username).rpartition(":")[2]
     try:
-        cluster.may("list", "", "pods", user)
-    except client.ApiException:
-        return None
-    return user
+        names = [server["metadata"]["name"] for server in _pipeline_servers(cluster)]
+    except client.ApiException as error:
+        if error.status == 404:
+            return RUNNER
+        names = []
+    return f"{RUNNER}-{names[0] if names else 'dspa'}"
 
 
 def _runtime(cluster: KubernetesClient) -> Finding:
@@ -152,7 +199,7 @@ def _runtime(cluster: KubernetesClient) -> Finding:
     except client.ApiException as error:
         if error.status != 403:
             raise
-        return _unread("runtime", error.status, "an administrator of the cluster: oc apply -k deploy/cluster-admin/")
+        return _unread("runtime", error.status, ASK_CLUSTER_ADMIN)
     if name is None:
         names = " and no ".join(trainjob.RUNTIMES)
         return Finding("runtime", BLOCKS, f"there is no ClusterTrainingRuntime {names}",
@@ -271,22 +318,34 @@ def _secrets(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
             yield Finding(check, OK, f"found, with key {key}")
 
 
-def _images(cluster: KubernetesClient, images: Sequence[str]) -> Iterator[Finding]:
-    """Check the images in the cluster's own registry. Others cannot be checked before a pod pulls them."""
+def _images(cluster: KubernetesClient, images: Sequence[str], is_openshift: bool) -> Iterator[Finding]:
+    """Check the images in OpenShift's own registry. Others cannot be checked before a pod pulls them.
+
+    A name without a registry is that of an image in the run's own project, if its image stream has a local look-up.
+    """
     for image in images:
         path = image.removeprefix(INTERNAL_REGISTRY)
-        namespace, _, name = path.partition("/")
-        check = f"image {name.partition(':')[0].rpartition('/')[2]}"
-        if path == image or "/" in name or "@" in name or ":" not in name:
+        is_short = "/" not in image
+        namespace, _, name = (cluster.namespace, "", image) if is_short else path.partition("/")
+        stream = name.partition(":")[0]
+        check = f"image {stream.rpartition('/')[2]}"
+        if (path == image and not is_short) or "/" in name or "@" in name or ":" not in name:
             yield Finding(check, OK, f"{image}: not checked; only tagged images in the cluster's own registry can be")
+            continue
+        if not is_openshift:
+            option = "-p pipeline_image=… -p trainer_image=…" if cluster.in_pod else "--image-registry REGISTRY/PROJECT"
+            yield Finding(check, BLOCKS, f"{image} names no registry of this cluster, which is not OpenShift", option)
             continue
         tag = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
             "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip
         if tag == 404:
-            build = f"oc start-build {name.partition(':')[0]} --from-repo=. --follow -n {namespace}"
+            build = f"oc start-build {stream} --from-repo=. --follow -n {namespace}"
             yield Finding(check, BLOCKS, "is not built", build)
         elif isinstance(tag, int):
             yield _unread(check, tag, f"oc get istag -n {namespace}")
+        elif is_short and not (tag.get("lookupPolicy") or {}).get("local"):
+            yield Finding(check, BLOCKS, f"pods do not find it as {name}: its image stream has no local look-up",
+                          f"oc set image-lookup {stream} -n {namespace}")  # fmt: skip
         else:
             yield Finding(check, OK, f"{name} is in project {namespace}")
 

@@ -10,6 +10,13 @@ from tailtune.jobs.job import PIPELINE_RUN_LABEL, label_value
 from tailtune.jobs.kubernetes import KubernetesClient, in_words
 from tailtune.jobs.objects import JOB_KINDS, LAUNCHER_ANNOTATION, MANAGED_SELECTOR, Jobs
 
+ASK_CLUSTER_ADMIN = "an administrator of the cluster: oc apply -k deploy/cluster-admin/"
+"""The remedy for rights on training jobs, which the roles of a project do not contain."""
+
+
+class NotAllowedToListError(UserError):
+    """This account is not allowed to list training jobs of any kind."""
+
 
 def cancel(
     cluster: KubernetesClient, *, run: str | None = None, pipeline_run: str | None = None, dry_run: bool = False
@@ -17,7 +24,7 @@ def cancel(
     """Delete the jobs of a run that have not ended, and return their names.
 
     `run` is the run's name, shared by all pipeline runs with this name; `pipeline_run` is the id of one pipeline run.
-    Raises UserError if this account is not allowed to list the jobs.
+    Raises NotAllowedToListError.
     """
     label = f"tailtune.io/run={label_value(run)}" if run else f"{PIPELINE_RUN_LABEL}={label_value(pipeline_run or '')}"
     return _delete_all(cluster, f"{MANAGED_SELECTOR},{label}", lambda manifest: True, dry_run)
@@ -43,7 +50,7 @@ def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str],
 def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list[str]:
     """Delete orphaned jobs and return their names: jobs that have not ended, although their launcher's pod has.
 
-    A job without a launcher's pod was started from outside the cluster and is left alone.
+    A job without a launcher's pod was started from outside the cluster and is left alone. Raises NotAllowedToListError.
     """
 
     def is_orphaned(manifest: dict[str, Any]) -> bool:
@@ -74,7 +81,6 @@ def _delete_all(
                 if not dry_run:
                     jobs.delete(name)
     if refusal and not could_list:
-        raise UserError(
-            f"this account is not allowed to list training jobs in {cluster.namespace}: {refusal}", "oc whoami"
-        )
+        problem = f"this account is not allowed to list training jobs in {cluster.namespace}: {refusal}"
+        raise NotAllowedToListError(problem, ASK_CLUSTER_ADMIN)
     return names

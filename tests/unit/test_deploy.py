@@ -1,11 +1,9 @@
 """deploy/: what `oc apply -k` would send, checked without a cluster, and the training pods that run next to it."""
 
 import json
-import re
-import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,24 +25,16 @@ Manifest = dict[str, Any]
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: ten times as fast
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-OWN_PROJECT, CLUSTER_ADMIN = DEPLOY / "overlays/own-project", DEPLOY / "cluster-admin"
-SERVICE_ACCOUNT = "pipeline-runner-dspa"
+OWN_PROJECT, KUBERNETES = DEPLOY / "overlays/own-project", DEPLOY / "overlays/kubernetes"
 
 # ---- the part of kustomize that deploy/ uses --------------------------------------------------------
 
-KEYS = {"apiVersion", "kind", "namespace", "resources", "components", "labels", "patches", "replacements"}
+KEYS = {"apiVersion", "kind", "resources", "components", "labels", "patches", "transformers"}
 CLUSTER_SCOPED = ("ClusterRole", "ClusterRoleBinding")
 
 
 def kustomization(folder: Path) -> str:
     return (folder / "kustomization.yaml").read_text()
-
-
-def with_components(folder: Path) -> str:
-    """The kustomization after a user has uncommented the components."""
-    text, count = re.subn(r"^# (components:|  - components/)", r"\1", kustomization(folder), flags=re.MULTILINE)
-    assert count > 1
-    return text
 
 
 def documents(path: Path) -> list[Manifest]:
@@ -60,94 +50,94 @@ def references(folder: Path) -> Iterator[Path]:
         yield from references(path) if path.is_dir() else [path]
 
 
-def render(folder: Path, text: str | None = None) -> list[Manifest]:
-    """What `kustomize build` would print for the folder. Features that are not implemented here are refused."""
-    parsed = yaml.load(text or kustomization(folder), Loader=LOADER)
-    component = parsed["kind"] == "Component"
-    assert set(parsed) <= ({"apiVersion", "kind", "resources"} if component else KEYS)
-    manifests = []
-    for entry in [*parsed.get("resources", []), *parsed.get("components", [])]:
+def render(folder: Path, earlier: Sequence[Manifest] = ()) -> list[Manifest]:
+    """What `kustomize build` would print for the folder. Features that are not implemented here are refused.
+
+    A component also changes the manifests of what is listed before it, which are `earlier`.
+    """
+    parsed = yaml.load(kustomization(folder), Loader=LOADER)
+    assert set(parsed) <= KEYS
+    manifests = list(earlier)
+    for entry in parsed.get("resources", []):
         path = (folder / entry).resolve()
         manifests += render(path) if path.is_dir() else documents(path)
+    for entry in parsed.get("components", []):
+        manifests = render((folder / entry).resolve(), manifests)
     for patch in parsed.get("patches", []):
-        targets = [m for m in manifests if m["kind"] == patch["target"]["kind"]
-                   and patch["target"].get("name") in (None, m["metadata"]["name"])]  # fmt: skip
-        assert targets, f"{folder}: nothing matches {patch['target']}"
-        for manifest in targets:
-            for operation in yaml.safe_load(patch["patch"]):
-                *parents, key = operation["path"].strip("/").split("/")
-                mapping = manifest
-                for parent in parents:
-                    mapping = mapping[parent]
-                assert operation["op"] == "add" or (operation["op"] == "replace" and key in mapping)
-                mapping[key] = operation["value"]
-    for manifest in manifests:
-        if "namespace" in parsed and manifest["kind"] not in CLUSTER_SCOPED:
-            manifest["metadata"]["namespace"] = parsed["namespace"]
-        for labels in parsed.get("labels", []):
-            assert set(labels) == {"pairs"}  # selectors stay as they are
+        for manifest in of_kind(manifests, patch["target"]["kind"]):
+            if patch["target"].get("name") in (None, manifest["metadata"]["name"]):
+                for operation in yaml.safe_load(patch["patch"]):
+                    change(manifest, operation)
+    for labels in parsed.get("labels", []):
+        assert set(labels) == {"pairs"}  # selectors stay as they are
+        for manifest in manifests:
             manifest["metadata"].setdefault("labels", {}).update(labels["pairs"])
-    for replacement in parsed.get("replacements", []):
-        source = replacement["source"]
-        [origin] = [m for m in manifests if m["kind"] == source["kind"] and m["metadata"]["name"] == source["name"]]
-        assert source["fieldPath"] == "metadata.namespace"
-        for target in replacement["targets"]:
-            assert target["fieldPaths"] == ["subjects.*.namespace"]
-            for manifest in manifests:
-                if manifest["kind"] == target["select"]["kind"]:
-                    for subject in manifest["subjects"]:
-                        subject["namespace"] = origin["metadata"]["namespace"]
+    for text in parsed.get("transformers", []):
+        transformer = yaml.safe_load(text)
+        kind = transformer["kind"], transformer["setRoleBindingSubjects"]
+        assert kind == ("NamespaceTransformer", "allServiceAccounts")
+        for manifest in manifests:
+            named = [subject for subject in manifest.get("subjects", []) if subject["kind"] == "ServiceAccount"]
+            for place in [*([manifest["metadata"]] if manifest["kind"] not in CLUSTER_SCOPED else []), *named]:
+                place["namespace"] = transformer["metadata"]["namespace"]
     return manifests
 
 
-RENDERED: dict[str, Callable[[], list[Manifest]]] = {
-    "deploy": lambda: render(DEPLOY),
-    "deploy with components": lambda: render(DEPLOY, with_components(DEPLOY)),
-    "own-project": lambda: render(OWN_PROJECT),
-    "cluster-admin": lambda: render(CLUSTER_ADMIN),
+def change(manifest: Any, operation: Manifest) -> None:
+    """Apply an operation of a JSON patch."""
+    *parents, key = operation["path"].strip("/").split("/")
+    for parent in parents:
+        manifest = manifest[int(parent) if isinstance(manifest, list) else parent]
+    assert operation["op"] == "add" or (operation["op"] == "replace" and key in manifest)
+    manifest[key] = operation["value"]
+
+
+PROJECTS = {
+    DEPLOY: ("lyric-professor", "ocs-storagecluster-cephfs", "pipeline-runner-dspa"),
+    OWN_PROJECT: ("own-project", "efs-sc", "pipeline-runner-dspa"),
+    KUBERNETES: ("kubeflow", "nfs-client", "pipeline-runner"),
 }
-PROJECTS = {"deploy": "lyric-professor", "deploy with components": "lyric-professor", "own-project": "own-project"}
+"""What an administrator of a project applies, with its name, its storage class and the service account of the steps."""
+ENTRIES = [*PROJECTS, *(folder / "cluster-admin" for folder in PROJECTS), DEPLOY / "base"]
+"""Every folder that `oc apply -k` is given."""
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest["kind"] in kinds]
 
 
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 @pytest.fixture
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
-    return RENDERED[request.param]()
+    return render(request.param)
 
 
-everywhere = pytest.mark.parametrize("manifests", RENDERED, indirect=True)
-in_projects = pytest.mark.parametrize(("manifests", "project"), PROJECTS.items(), indirect=["manifests"])
+everywhere = pytest.mark.parametrize("manifests", ENTRIES, indirect=True, ids=name_of)
+in_projects = pytest.mark.parametrize("folder", PROJECTS, ids=name_of)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl renders kustomizations; it is not installed")
-@pytest.mark.parametrize("entry", ["deploy", "deploy with components", "own-project", "cluster-admin"])
-def test_kubectl_renders_the_same(entry: str, tmp_path: Path) -> None:
-    copy = tmp_path / "deploy"
-    shutil.copytree(DEPLOY, copy)
-    if entry == "deploy with components":
-        (copy / "kustomization.yaml").write_text(with_components(DEPLOY))
-    folder = {"own-project": OWN_PROJECT, "cluster-admin": CLUSTER_ADMIN}.get(entry, DEPLOY).relative_to(DEPLOY)
-    process = subprocess.run(["kubectl", "kustomize", str(copy / folder)], capture_output=True, text=True)
+@pytest.mark.parametrize("folder", ENTRIES, ids=name_of)
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    process = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
 
     def order(manifest: Manifest) -> tuple[str, str]:
         return manifest["kind"], manifest["metadata"]["name"]
 
-    assert sorted(yaml.safe_load_all(process.stdout), key=order) == sorted(RENDERED[entry](), key=order)
+    assert sorted(yaml.safe_load_all(process.stdout), key=order) == sorted(render(folder), key=order)
 
 
 # ---- files ------------------------------------------------------------------------------------------
 
 
 def test_every_file_is_used_and_every_reference_exists() -> None:
-    used = {path for entry in (DEPLOY, OWN_PROJECT, CLUSTER_ADMIN) for path in references(entry)}
+    used = {path for entry in ENTRIES for path in references(entry)}
     used.add(DEPLOY / "inspect-pod.yaml")  # applied by itself
     assert used == {path for path in DEPLOY.rglob("*") if path.is_file()}
-    named = yaml.safe_load(with_components(DEPLOY))["components"]
-    assert {DEPLOY / name for name in named} == set((DEPLOY / "components").iterdir())
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: str(path.relative_to(DEPLOY)))
@@ -161,6 +151,7 @@ def test_every_document_has_a_kind_and_no_image_is_tagged_latest(path: Path) -> 
 RBAC = "rbac.authorization.k8s.io/v1"
 MODELS = {
     ("v1", "PersistentVolumeClaim"): "V1PersistentVolumeClaim",
+    ("v1", "ServiceAccount"): "V1ServiceAccount",
     ("networking.k8s.io/v1", "NetworkPolicy"): "V1NetworkPolicy",
     (RBAC, "Role"): "V1Role",
     (RBAC, "RoleBinding"): "V1RoleBinding",
@@ -170,7 +161,7 @@ MODELS = {
 QUANTITIES = {"cpu": str, "memory": str}
 DESCRIPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     # field → type or fields; `!` marks a required one
-    ("image.openshift.io/v1", "ImageStream"): {"tags!": [{"name!": str}]},
+    ("image.openshift.io/v1", "ImageStream"): {"tags!": [{"name!": str}], "lookupPolicy": {"local!": bool}},
     ("build.openshift.io/v1", "BuildConfig"): {
         "source!": {"type!": str, "binary!": {}},
         "strategy!": {
@@ -242,7 +233,7 @@ def test_all_fields_are_known_and_none_is_missing(manifests: list[Manifest]) -> 
     ids=["claim", "policy", "binding", "build", "stream", "queue"],
 )
 def test_the_field_check_refuses(kind: str, change: Callable[[Manifest], None], message: str) -> None:
-    manifest = of_kind(render(OWN_PROJECT), kind)[0]
+    manifest = of_kind(render(OWN_PROJECT) + render(OWN_PROJECT / "cluster-admin"), kind)[0]
     change(manifest)
     with pytest.raises((Refused, ValueError), match=message):
         check_manifest(manifest)
@@ -252,6 +243,8 @@ def test_the_field_check_refuses(kind: str, change: Callable[[Manifest], None], 
 def test_every_object_has_the_standard_labels_and_a_unique_name(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         labels = manifest["metadata"]["labels"]
+        for name in AGGREGATED:
+            labels.pop(name, None)
         assert labels.pop("app.kubernetes.io/component")
         assert labels == {"app.kubernetes.io/name": "tailtune", "app.kubernetes.io/part-of": "tailtune",
                           "app.kubernetes.io/managed-by": "kustomize"}  # fmt: skip
@@ -261,105 +254,105 @@ def test_every_object_has_the_standard_labels_and_a_unique_name(manifests: list[
 # ---- the objects ------------------------------------------------------------------------------------
 
 
-def test_the_default_needs_only_kinds_and_rights_that_every_project_has() -> None:
-    kinds = {manifest["kind"] for manifest in render(DEPLOY)}
-    assert kinds == {"PersistentVolumeClaim", "ImageStream", "BuildConfig", "NetworkPolicy"}
+def test_an_administrator_of_a_project_applies_only_what_they_may_create() -> None:
+    """Roles and queues are left to an administrator of the cluster; the base has no kind that only OpenShift has."""
+    kubernetes = {"PersistentVolumeClaim", "NetworkPolicy", "ServiceAccount"}
+    for folder in (DEPLOY / "base", KUBERNETES):
+        assert {manifest["kind"] for manifest in render(folder)} == kubernetes
+    for folder in (DEPLOY, OWN_PROJECT):
+        assert {manifest["kind"] for manifest in render(folder)} == {*kubernetes, "ImageStream", "BuildConfig"}
 
 
 @in_projects
-def test_everything_is_in_the_one_project(manifests: list[Manifest], project: str) -> None:
-    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {project}
+def test_a_project_of_any_name_needs_its_name_on_one_line(folder: Path) -> None:
+    project, _, runner = PROJECTS[folder]
+    lines = [line.strip() for path in folder.rglob("*.yaml") for line in path.read_text().splitlines()]
+    settings = [line for line in lines if not line.startswith("#")]
+    assert settings.count(f"namespace: {project}") == 1
+    if folder == DEPLOY:
+        assert sum(project in line for line in lines) == 1
+    manifests = render(folder) + render(folder / "cluster-admin")
+    assert {m["metadata"]["namespace"] for m in manifests if m["kind"] not in CLUSTER_SCOPED} == {project}
+    [binding] = of_kind(manifests, "RoleBinding")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": runner, "namespace": project}]
 
 
 @in_projects
-def test_the_claims_are_those_of_the_recipes_and_several_nodes_can_write(
-    manifests: list[Manifest], project: str
-) -> None:
-    claims = of_kind(manifests, "PersistentVolumeClaim")
+def test_the_claims_are_those_of_the_recipes_and_several_nodes_can_write(folder: Path) -> None:
+    claims = of_kind(render(folder), "PersistentVolumeClaim")
     expected = ClusterNames()
     assert {c["metadata"]["name"] for c in claims} == {
         expected.data_claim, expected.models_claim, expected.workspace_claim,
     }  # fmt: skip
     for claim in claims:
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    storage_class = "ocs-storagecluster-cephfs" if project == "lyric-professor" else "efs-sc"
-    assert [claim["spec"]["storageClassName"] for claim in claims] == [storage_class] * 3
+        assert claim["spec"]["storageClassName"] == PROJECTS[folder][1]
 
 
-def test_the_images_are_those_that_the_pipeline_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TAILTUNE_IMAGE_REGISTRY", raising=False)
-    images = runpy.run_path(str(ROOT / "tailtune" / "images.py"))
+def test_the_images_are_built_and_found_by_their_short_names() -> None:
     manifests = render(DEPLOY)
-    builds = of_kind(manifests, "BuildConfig")
-    outputs = {build["metadata"]["name"]: build["spec"]["output"]["to"] for build in builds}
-    assert {to["kind"] for to in outputs.values()} == {"ImageStreamTag"}
-    project = manifests[0]["metadata"]["namespace"]
-    registry = f"image-registry.openshift-image-registry.svc:5000/{project}"
-    assert [f"{registry}/{outputs[name]['name']}" for name in ("tailtune-pipeline", "tailtune-trainer")] == [
-        images["PIPELINE"], images["TRAINER"],
-    ]  # fmt: skip
-    streams = {
-        f"{stream['metadata']['name']}:{tag['name']}"
-        for stream in of_kind(manifests, "ImageStream")
-        for tag in stream["spec"]["tags"]
-    }
-    assert streams == {to["name"] for to in outputs.values()}
-    assert {name.split(":")[1] for name in streams} == {tailtune.__version__}
+    outputs = [build["spec"]["output"]["to"] for build in of_kind(manifests, "BuildConfig")]
+    assert {to["kind"] for to in outputs} == {"ImageStreamTag"}
+    built = {f"tailtune-{image}:{tailtune.__version__}" for image in ("pipeline", "trainer")}
+    streams = of_kind(manifests, "ImageStream")
+    tags = {f"{stream['metadata']['name']}:{tag['name']}" for stream in streams for tag in stream["spec"]["tags"]}
+    assert tags == {to["name"] for to in outputs} == built
+    assert all(stream["spec"]["lookupPolicy"] == {"local": True} for stream in streams)
+    [pod] = documents(DEPLOY / "inspect-pod.yaml")
+    assert {container["image"] for container in pod["spec"]["containers"]} <= built  # in any project
 
 
-@in_projects
-def test_builds_read_their_containerfile_from_the_repositorys_root(manifests: list[Manifest], project: str) -> None:
-    for build in of_kind(manifests, "BuildConfig"):
+@pytest.mark.parametrize("folder", [DEPLOY, OWN_PROJECT], ids=name_of)
+def test_builds_read_their_containerfile_from_the_repositorys_root(folder: Path) -> None:
+    for build in of_kind(render(folder), "BuildConfig"):
         source, strategy = build["spec"]["source"], build["spec"]["strategy"]
         assert (source["type"], strategy["type"]) == ("Binary", "Docker") and "contextDir" not in source
         image = build["metadata"]["name"].removeprefix("tailtune-")
         assert strategy["dockerStrategy"]["dockerfilePath"] == f"images/{image}/Containerfile"
         arguments = {argument["name"] for argument in strategy["dockerStrategy"].get("buildArgs", [])}
-        assert arguments == ({"BASE_IMAGE"} if project == "own-project" and image == "trainer" else set())
+        assert arguments == ({"BASE_IMAGE"} if folder == OWN_PROJECT and image == "trainer" else set())
 
 
-@everywhere
-def test_only_the_steps_service_account_gets_roles(manifests: list[Manifest]) -> None:
-    roles = {(role["kind"], role["metadata"]["name"]) for role in of_kind(manifests, "Role", "ClusterRole")}
-    bindings = of_kind(manifests, "RoleBinding", "ClusterRoleBinding")
-    bound = {(binding["roleRef"]["kind"], binding["roleRef"]["name"]) for binding in bindings}
-    assert bound == roles
-    for binding in bindings:
-        project = binding["metadata"].get("namespace", "lyric-professor")
-        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": SERVICE_ACCOUNT, "namespace": project}]
+LAUNCH = {"create", "delete", "get", "list", "patch"}
+CLEAN_UP = {"delete", "get", "list", "watch"}
+AGGREGATED = {f"rbac.authorization.k8s.io/aggregate-to-{role}": "true" for role in ("edit", "admin")}
 
 
-EDIT = {"create", "delete", "get", "list", "patch", "update", "watch"}
-READ = {"get", "list", "watch"}
-
-
-@pytest.mark.parametrize(
-    ("entry", "expected"),
-    [
-        (OWN_PROJECT, {
-            "trainer.kubeflow.org/trainjobs": EDIT,
-            "trainer.kubeflow.org/trainjobs/status": {"get"},
-            "trainer.kubeflow.org/trainingruntimes": READ,
-            "kueue.x-k8s.io/localqueues": READ,
-        }),
-        (CLUSTER_ADMIN, {"trainer.kubeflow.org/clustertrainingruntimes": READ}),
-    ],
-    ids=["project", "cluster"],
-)  # fmt: skip
-def test_roles_grant_exactly_what_the_service_account_lacks(entry: Path, expected: dict[str, set[str]]) -> None:
-    # more rights than a project's administrator has (for example `*`) would be refused as an escalation
-    granted = {
+def granted(role: Manifest) -> dict[str, set[str]]:
+    return {
         f"{group}/{resource}": set(rule["verbs"])
-        for role in of_kind(render(entry), "Role", "ClusterRole")
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    assert granted == expected
+
+
+def test_roles_grant_exactly_what_is_needed() -> None:
+    roles = of_kind(render(DEPLOY / "cluster-admin"), "Role", "ClusterRole")
+    assert {role["metadata"]["name"]: granted(role) for role in roles} == {
+        "tailtune-runner": {
+            "kubeflow.org/pytorchjobs": LAUNCH, "trainer.kubeflow.org/trainjobs": LAUNCH,
+            "/pods": {"get", "list"}, "/pods/log": {"get"}, "/events": {"list"},
+            "/serviceaccounts": {"get"}, "/limitranges": {"list"}, "/resourcequotas": {"list"},
+            "kueue.x-k8s.io/localqueues": {"get"}, "image.openshift.io/imagestreamtags": {"get"},
+        },
+        "tailtune-training-jobs": {
+            "kubeflow.org/pytorchjobs": CLEAN_UP, "trainer.kubeflow.org/trainjobs": CLEAN_UP,
+        },
+        "tailtune-training-runtimes": {"trainer.kubeflow.org/clustertrainingruntimes": {"get", "list"}},
+    }  # fmt: skip
+
+
+def test_every_role_reaches_somebody_and_projects_do_not_take_roles_from_each_other() -> None:
+    ours, theirs = (render(folder / "cluster-admin") for folder in (DEPLOY, OWN_PROJECT))
+    bound = {binding["roleRef"]["name"] for binding in of_kind(ours, "RoleBinding", "ClusterRoleBinding")}
+    roles = {role["metadata"]["name"]: role["metadata"]["labels"] for role in of_kind(ours, "Role", "ClusterRole")}
+    assert bound | {name for name, labels in roles.items() if AGGREGATED.items() <= labels.items()} == set(roles)
+    assert of_kind(ours, *CLUSTER_SCOPED) == of_kind(theirs, *CLUSTER_SCOPED)  # applying the second changes nothing
 
 
 def test_the_optional_queue_refers_to_the_default_cluster_queue() -> None:
-    [queue] = of_kind(render(OWN_PROJECT), "LocalQueue")
+    [queue] = of_kind(render(OWN_PROJECT / "cluster-admin"), "LocalQueue")
     assert (queue["metadata"]["name"], queue["spec"]) == ("tailtune", {"clusterQueue": "default"})
 
 
@@ -445,6 +438,16 @@ def test_training_pods_pass_the_restricted_pod_security_standard(job: Job, conta
     check_fields(template, "V1PodTemplateSpec", [models])
     assert violations(template) == []
     assert "runAsUser" not in json.dumps(template)  # OpenShift assigns each project its own range
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=name_of)
+def test_pods_of_deploy_pass_the_restricted_pod_security_standard(path: Path) -> None:
+    for document in documents(path):
+        assert "template" not in (document.get("spec") or {}), "a template of a pod, which would not be checked here"
+        if document["kind"] == "Pod":
+            check_fields(document, "V1Pod", [models])
+            assert violations(document) == []
+            assert "runAsUser" not in json.dumps(document)
 
 
 CONTEXT = ("spec", "containers", 0, "securityContext")

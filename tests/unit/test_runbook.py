@@ -16,13 +16,12 @@ from typing import Any
 
 import click
 import pytest
-import yaml
 from click.testing import CliRunner
 from dashboard_server import dashboard
 from kubernetes.client import ApiClient
 from kubernetes_server import cluster
 from printed_texts import is_printed, literals
-from test_deploy import DEPLOY, documents, of_kind, violations
+from test_deploy import DEPLOY, documents, of_kind, render, violations
 
 import pipeline
 import pipeline_cli
@@ -47,7 +46,7 @@ PAGES = (
     *(ROOT / "images" / "README.md", ROOT / "images" / "data" / "README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 )
-NAMESPACE = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["namespace"]
+NAMESPACE = render(DEPLOY)[0]["metadata"]["namespace"]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -352,7 +351,7 @@ def test_the_inspect_pod_is_a_restricted_pod_on_the_same_volumes_and_image() -> 
     assert api.sanitize_for_serialization(known) == pod  # an unknown field would be gone
     assert violations(pod) == []
     (container,) = pod["spec"]["containers"]
-    assert container["image"] == images.TRAINER
+    assert container["image"] == images.TRAINER.rpartition("/")[2]  # found in the pod's own project
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"]}
     mounted = {mount["mountPath"]: claims[mount["name"]] for mount in container["volumeMounts"]}
     names = ClusterNames()
@@ -380,12 +379,10 @@ def normal(line: str) -> str:
 def test_the_doctor_prints_what_the_runbook_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(tmp_path / "server") as server, dashboard() as pipelines:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-        server.allowed.append(("*", "*", "*"))  # the project's administrator
+        server.log_in(("*", "*", "*"))  # the administrator of the project
         pipelines.token = server.token
-        ready = {"status": {"components": {"apiServer": {"externalUrl": pipelines.url}}}}
+        ready = {"metadata": {"name": "dspa"}, "status": {"components": {"apiServer": {"externalUrl": pipelines.url}}}}
         server.objects["datasciencepipelinesapplications", f"{NAMESPACE}/dspa"] = ready
-        for image in ("pipeline", "trainer"):
-            server.objects["imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{tailtune.__version__}"] = {}
         result = CliRunner().invoke(tailtune.cli.main, ["doctor"])
     printed = {normal(line) for line in result.stdout.splitlines()}
     shown = [normal(line) for line in output_with("✓ login")]

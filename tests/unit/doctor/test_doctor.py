@@ -2,26 +2,37 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import dashboard_server
 import pytest
 import requests
 from click.testing import CliRunner, Result
-from kubernetes_server import Server, cluster
+from kubernetes_server import ADMIN_ROLE, EDIT_ROLE, EVERYBODY, RUNNER_ROLE, Server, cluster
 
-from tailtune import __version__, images
+from tailtune import __version__
 from tailtune.cli import main
+from tailtune.doctor import cluster as cluster_doctor
 from tailtune.doctor import findings, local
-from tailtune.doctor.examine import refuse_blocked
+from tailtune.doctor.examine import examine, refuse_blocked
 from tailtune.errors import UserError
+from tailtune.jobs import kubernetes
 from tailtune.recipe.load import load_recipe
+
+
+def add_image(server: Server, name: str, project: str = "lyric-professor", local: bool = True) -> None:
+    tag = {"metadata": {}, "lookupPolicy": {"local": local}}
+    server.objects["imagestreamtags", f"{project}/{name}:{__version__}"] = tag
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A cluster with deploy/cluster-admin, and a login as an administrator of the project."""
     with cluster(tmp_path / "server") as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        running.log_in(*ADMIN_ROLE)
+        running.apply_cluster_admin()
         yield running
 
 
@@ -33,7 +44,8 @@ def test_a_cluster_that_is_set_up_has_no_blocking_finding(server: Server) -> Non
     result = invoke()
     assert result.exit_code == 0, result.output
     for words in ("Kubernetes v1.31.5, project lyric-professor", "PyTorchJob is available",
-                  "may create, follow and delete training jobs", "volume workspace-pvc",
+                  "pipeline-runner-dspa may create, follow and delete training jobs",
+                  "you may see and delete training jobs", "volume workspace-pvc",
                   "Bound, 20Gi, ReadWriteMany", "torch 2."):  # fmt: skip
         assert words in result.output
     assert "✗" not in result.output and server.token not in result.output
@@ -43,22 +55,31 @@ SECRET = ("secrets", "lyric-professor/huggingface-token")
 
 
 def forbid(server: Server, resource: str) -> None:
+    """Take a right from the runner."""
     server.allowed = [(verb, group, name) for verb, group, name in server.allowed if name != resource]
 
 
+def allow(server: Server, *rights: tuple[str, str, str]) -> None:
+    """Give rights to the person."""
+    assert server.person is not None
+    server.person += rights
+
+
 def quota(server: Server, hard: str, used: str) -> None:
-    server.allowed.append(("list", "", "resourcequotas"))
     name = "requests.nvidia.com/gpu"
     status = {"hard": {name: hard, "limits.cpu": "100"}, "used": {name: used, "limits.cpu": "76"}}
     server.objects["resourcequotas", "lyric-professor/gpus"] = {"status": status}
 
 
-def allow_images(server: Server) -> None:
-    server.allowed.append(("get", "image.openshift.io", "imagestreamtags"))
+def without_cluster_admin(server: Server, *role: tuple[str, str, str]) -> None:
+    """A cluster on which nobody has applied deploy/cluster-admin, and a login with this role."""
+    server.allowed = [*EVERYBODY, *RUNNER_ROLE]
+    server.log_in(*role)
 
 
-def allow_servers(server: Server) -> None:
-    server.allowed.append(("list", "datasciencepipelinesapplications.opendatahub.io", "*"))
+SERVERS = ("list", "datasciencepipelinesapplications.opendatahub.io", "datasciencepipelinesapplications")
+QUEUES = ("get", "kueue.x-k8s.io", "localqueues")
+CLUSTER_ADMIN = "an administrator of the cluster: oc apply -k deploy/cluster-admin/"
 
 
 @pytest.mark.parametrize(
@@ -70,30 +91,30 @@ def allow_servers(server: Server) -> None:
         (lambda s: s.install_trainer(only=True), ["-p", "resources.job_kind=pytorchjob"], "has no PyTorchJob",
          "trainingoperator"),
         (lambda s: (s.install_trainer(only=True), s.allowed.remove(("patch", "trainer.kubeflow.org", "trainjobs"))), [],
-         "is not allowed to patch trainjobs", "components/trainjob"),
+         "pipeline-runner-dspa is not allowed to patch trainjobs", CLUSTER_ADMIN),
         (lambda s: (s.install_trainer(only=True), s.trainer.runtimes.clear()), [],
          "there is no ClusterTrainingRuntime torch-distributed and no torch-distributed-cpu", "component trainer"),
         (lambda s: (s.install_trainer(only=True),
-                    s.allowed.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
-         "this account is not allowed to read it: not checked", "oc apply -k deploy/cluster-admin/"),
-        (lambda s: setattr(s, "allowed", s.allowed[1:]), [], "is not allowed to create pytorchjobs",
-         "oc policy add-role-to-user edit -z pipeline-runner-dspa -n lyric-professor"),
+                    s.person.remove(("get", "trainer.kubeflow.org", "clustertrainingruntimes"))), [],
+         "this account is not allowed to read it: not checked", CLUSTER_ADMIN),
+        (lambda s: s.allowed.remove(("create", "kubeflow.org", "pytorchjobs")), [],
+         "pipeline-runner-dspa is not allowed to create pytorchjobs in lyric-professor",
+         f"{CLUSTER_ADMIN}, with lyric-professor and pipeline-runner-dspa in deploy/project/kustomization.yaml"),
         (lambda s: setattr(s, "token", "another"), [], "the cluster refuses the token", "oc login"),
-        (lambda s: forbid(s, "pods/log"), [], "is not allowed to get pods/log in lyric-professor",
-         "oc policy add-role-to-user edit"),
+        (lambda s: forbid(s, "pods/log"), [], "is not allowed to get pods/log in lyric-professor", CLUSTER_ADMIN),
         (lambda s: None, ["-p", "queue=team"], "this account is not allowed to read it: not checked", ""),
-        (lambda s: (s.allowed.append(("get", "kueue.x-k8s.io", "*")), s.groups.append("kueue.x-k8s.io")),
+        (lambda s: (allow(s, QUEUES), s.groups.append("kueue.x-k8s.io")),
          ["-p", "queue=team"], "does not exist", "oc get localqueue; then -p queue=NAME"),
-        (lambda s: s.allowed.append(("get", "kueue.x-k8s.io", "*")), ["-p", "queue=team"], "has no Kueue", "-p queue="),
+        (lambda s: allow(s, QUEUES), ["-p", "queue=team"], "has no Kueue", "-p queue="),
         (lambda s: quota(s, "3", "0"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 0 of 3 used", "lower -p num_nodes="),
         (lambda s: quota(s, "8", "6"), [], "requests.nvidia.com/gpu: 4 x 1 needed, 6 of 8 used", "lower -p num_nodes="),
         (lambda s: None, ["-p", "data_source=s3://bucket/rows.jsonl"], "not found; needed for data on S3",
          "--from-file=AWS_ACCESS_KEY_ID=FILE -n lyric-professor; then -p s3_secret=NAME"),
         (lambda s: s.objects.update({SECRET: {"data": {"HF_TOKEN": "eA=="}}}), [],
          "has no key token, so it is of no use", "then -p hf_secret=NAME"),
-        (allow_images, [], "is not built",
+        (lambda s: s.objects.clear(), [], "is not built",
          "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
-        (allow_servers, [], "project lyric-professor has none that is ready", "Configure pipeline server"),
+        (lambda s: allow(s, SERVERS), [], "lyric-professor has none that is ready", "Configure pipeline server"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
     ],
     ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
@@ -148,13 +169,8 @@ def test_missing_and_outdated_packages_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_secrets_are_reported_without_their_content(server: Server) -> None:
-    allow_images(server)
     quota(server, "8", "4")
-    server.objects |= {
-        SECRET: {"data": {"token": "c2VjcmV0"}},
-        ("imagestreamtags", f"lyric-professor/tailtune-trainer:{__version__}"): {"metadata": {}},
-        ("imagestreamtags", f"lyric-professor/tailtune-pipeline:{__version__}"): {"metadata": {}},
-    }
+    server.objects[SECRET] = {"data": {"token": "c2VjcmV0"}}
     result = invoke()
     assert result.exit_code == 0 and "✗" not in result.output, result.output
     for words in ("found, with key token", "room for 4 pods",
@@ -171,11 +187,155 @@ def test_a_cluster_with_only_trainjob_is_enough(server: Server) -> None:
     assert "TrainJob is available" in result.output and "torch-distributed is available" in result.output
 
 
-def test_the_runners_permissions_are_checked_if_the_account_is_allowed_to_ask(server: Server) -> None:
-    assert "permissions                may" in invoke().output and server.reviewed is None
-    server.allowed.append(("create", "authorization.k8s.io", "localsubjectaccessreviews"))
-    assert "permissions of the runner  may" in invoke().output
-    assert server.reviewed == "system:serviceaccount:lyric-professor:pipeline-runner-dspa"
+# ---- permissions ------------------------------------------------------------------------------------
+
+
+def statuses(*arguments: str) -> dict[str, str]:
+    return {finding["check"]: finding["status"] for finding in json.loads(invoke("--json", *arguments).output)}
+
+
+@pytest.mark.parametrize("trainjob", [False, True])
+def test_applying_deploy_cluster_admin_grants_what_the_doctor_misses(server: Server, trainjob: bool) -> None:
+    if trainjob:
+        server.install_trainer(only=True)
+    without_cluster_admin(server, *ADMIN_ROLE)
+    before = invoke()
+    jobs = "trainjobs" if trainjob else "pytorchjobs"
+    assert before.exit_code == 1
+    every_verb = ", ".join(f"{verb} {jobs}" for verb in cluster_doctor.VERBS)
+    assert f"pipeline-runner-dspa is not allowed to {every_verb} in lyric-professor" in before.output
+    assert f"! your permissions           you are not allowed to list {jobs}, delete {jobs}" in before.output
+    assert before.output.count(CLUSTER_ADMIN) == 2 + trainjob  # the runner, the person, the runtime
+    server.apply_cluster_admin()
+    after = invoke()
+    assert after.exit_code == 0 and CLUSTER_ADMIN not in after.output, after.output
+    assert {statuses()[check] for check in ("permissions of the runner", "your permissions")} == {"ok"}
+
+
+def test_who_can_only_submit_is_told_what_still_works(server: Server) -> None:
+    without_cluster_admin(server, *EDIT_ROLE)
+    result = invoke()
+    assert result.exit_code == 0, "nothing that is known would stop a run"
+    assert statuses()["permissions of the runner"] == "unknown"
+    assert "you are not allowed to ask about pipeline-runner-dspa; the first step of a run checks them" in result.output
+    assert "submitting, watching and `pipeline.py --cancel` work" in result.output
+    assert statuses()["your permissions"] == "warning"
+    server.apply_cluster_admin()
+    assert statuses()["your permissions"] == "ok"
+
+
+@pytest.mark.parametrize("command", [["gc"], ["cancel", "mine"]])
+def test_gc_and_cancel_say_who_lacks_which_right(server: Server, command: list[str]) -> None:
+    without_cluster_admin(server, *EDIT_ROLE)
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert 'User "alice" cannot list resource "pytorchjobs"' in result.output
+    assert result.output.endswith(f"; {CLUSTER_ADMIN}\n") and "oc whoami" not in result.output
+    server.apply_cluster_admin()
+    assert CliRunner().invoke(main, command).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "runner"),
+    [
+        (lambda s: None, "pipeline-runner-dspa"),  # a person who is not allowed to see pipeline servers
+        (lambda s: allow(s, SERVERS), "pipeline-runner-dspa"),
+        (lambda s: (allow(s, SERVERS), s.objects.update({
+            ("datasciencepipelinesapplications", "lyric-professor/mine"): {"metadata": {"name": "mine"}}})),
+         "pipeline-runner-mine"),
+        (lambda s: (allow(s, SERVERS), s.groups.remove(SERVERS[1])), "pipeline-runner"),
+    ],
+    ids=["unknown", "no server", "another name", "Kubeflow Pipelines"],
+)  # fmt: skip
+def test_the_runner_is_named_after_the_pipeline_server(
+    server: Server, prepare: Callable[[Server], None], runner: str
+) -> None:
+    prepare(server)
+    invoke()
+    assert server.reviewed == f"system:serviceaccount:lyric-professor:{runner}"
+
+
+def in_a_pod(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process a step of a run: it has the runner's token."""
+    server.person = None
+    folder = server.kubeconfig.parent
+    (folder / "token").write_text(server.token)
+    (folder / "namespace").write_text("lyric-professor")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "as in a pod")
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", folder)
+    login = kubernetes.config.load_kube_config
+    in_cluster = partial(login, str(server.kubeconfig))
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", in_cluster)
+
+
+def test_a_step_checks_its_own_account(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(server, monkeypatch)
+    refuse_blocked(load_recipe("survival"))
+    assert server.reviewed is None
+    server.allowed.remove(("delete", "kubeflow.org", "pytorchjobs"))
+    with pytest.raises(UserError) as error:
+        refuse_blocked(load_recipe("survival"))
+    assert error.value.problem == (
+        "permissions of the runner: pipeline-runner-dspa is not allowed to delete pytorchjobs in lyric-professor"
+    )
+    assert error.value.remedy.startswith(CLUSTER_ADMIN)
+
+
+# ---- images -----------------------------------------------------------------------------------------
+
+SHORT = f"tailtune-trainer:{__version__}"
+
+
+def image_finding(image: str) -> findings.Finding:
+    return next(each for each in examine(load_recipe("survival"), images=(image,)) if each.check.startswith("image "))
+
+
+def test_a_short_image_name_is_that_of_an_image_stream_with_a_local_look_up(server: Server) -> None:
+    server.objects.clear()
+    finding = image_finding(SHORT)
+    assert (finding.status, finding.message) == ("blocks", "is not built") and "-n lyric-professor" in finding.fix
+    add_image(server, "tailtune-trainer", project="another")
+    assert image_finding(SHORT).message == "is not built"
+    add_image(server, "tailtune-trainer", local=False)
+    finding = image_finding(SHORT)
+    assert finding.status == "blocks" and "has no local look-up" in finding.message
+    assert finding.fix == "oc set image-lookup tailtune-trainer -n lyric-professor"
+    assert image_finding(f"{cluster_doctor.INTERNAL_REGISTRY}lyric-professor/{SHORT}").status == "ok"
+    add_image(server, "tailtune-trainer")
+    finding = image_finding(SHORT)
+    assert (finding.status, finding.message) == ("ok", f"{SHORT} is in project lyric-professor")
+
+
+@pytest.mark.parametrize("image", [SHORT, f"{cluster_doctor.INTERNAL_REGISTRY}lyric-professor/{SHORT}"])
+def test_without_openshift_an_image_needs_a_registry(
+    server: Server, monkeypatch: pytest.MonkeyPatch, image: str
+) -> None:
+    server.groups = ["kubeflow.org", "authorization.k8s.io"]
+    finding = image_finding(image)
+    assert (finding.status, finding.fix) == ("blocks", "--image-registry REGISTRY/PROJECT")
+    assert image_finding(f"quay.io/me/{SHORT}").status == "ok"
+    in_a_pod(server, monkeypatch)
+    with pytest.raises(UserError) as error:
+        refuse_blocked(load_recipe("survival"), images=(image,))
+    assert error.value.remedy == "-p pipeline_image=… -p trainer_image=…"
+
+
+# ---- the pipeline server ----------------------------------------------------------------------------
+
+
+def test_a_cluster_without_openshift_ai_needs_no_pipeline_server_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(server, SERVERS)
+    server.groups.remove(SERVERS[1])
+    assert "enable the aipipelines component" in invoke().output
+    server.groups = ["kubeflow.org", "authorization.k8s.io"]
+    assert statuses("--image-registry", "quay.io/me")["pipeline server"] == "unknown"
+    in_a_pod(server, monkeypatch)
+    server.allowed.append(SERVERS)
+    for groups in ([], [SERVERS[1]]):  # a run has a server, whether or not OpenShift AI reports one
+        server.groups = ["kubeflow.org", "authorization.k8s.io", *groups]
+        refuse_blocked(load_recipe("survival"))
 
 
 @pytest.mark.parametrize(
@@ -189,9 +349,10 @@ def test_the_pipeline_server_must_read_the_compiled_files(
 ) -> None:
     dashboard = dashboard_server.Server()
     dashboard.version, dashboard.token = version, server.token
-    allow_servers(server)
+    allow(server, SERVERS)
     server.objects["datasciencepipelinesapplications", "lyric-professor/dspa"] = {
-        "status": {"components": {"apiServer": {"externalUrl": dashboard.url}}}
+        "metadata": {"name": "dspa"},
+        "status": {"components": {"apiServer": {"externalUrl": dashboard.url}}},
     }
     result = invoke()
     assert words in result.output and (result.exit_code == 1) == blocks
@@ -226,10 +387,8 @@ def test_scoped_quotas_and_images_without_a_tag_do_not_block(server: Server) -> 
     quota(server, "0", "0")
     server.objects["resourcequotas", "lyric-professor/gpus"]["spec"] = {"scopes": ["BestEffort"]}
     server.objects[SECRET] = {"data": {"HF_TOKEN": "eA=="}}
-    allow_images(server)
-    refuse_blocked(load_recipe("survival"), images=(images.TRAINER.replace(":0", "@sha256:0"), "quay.io/me/a:1"))
+    refuse_blocked(load_recipe("survival"), images=(f"{SHORT[:-6]}@sha256:0", "quay.io/me/a:1"))
 
 
 def test_other_registries_are_not_checked(server: Server) -> None:
-    allow_images(server)
     assert "quay.io/me/tailtune-trainer" in invoke("--image-registry", "quay.io/me").output

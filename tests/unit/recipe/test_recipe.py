@@ -120,7 +120,7 @@ def test_names_that_no_volume_can_have_are_refused(overrides: dict[str, str], me
         with_overrides(load_recipe("survival"), overrides)
 
 
-TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_pvc", "trained_models_pvc",
+TEXTS = ("base_model", "model_revision", "data_source", "gpu", "queue", "pipeline_image", "trainer_image", "training_data_pvc", "trained_models_pvc",
          "workspace_pvc", "hf_secret", "s3_secret", "ca_secret")  # fmt: skip
 
 
@@ -129,6 +129,7 @@ TEXTS = ("base_model", "model_revision", "data_source", "queue", "training_data_
     [
         *((name, 2, path) for name, path in PARAMETERS.items() if name not in TEXTS),
         ("queue", "team", "resources.queue"),
+        ("trainer_image", "quay.io/me/trainer@sha256:0", "cluster.trainer_image"),
         ("workspace_pvc", "my-volume", "cluster.workspace_claim"),
         ("base_model", "owner/name", "model.base_model"),
         ("model_revision", "v1", "model.revision"),
