@@ -58,7 +58,8 @@ def test_a_second_run_of_a_name_is_refused_while_the_first_is_active(server: Ser
     assert refused.exit_code == 2 and list(server.runs) == [run]
     assert refused.stderr == (
         f"error: run 'mine' is already in progress, as pipeline run {run}; wait for it, end it with "
-        f"python pipeline.py --cancel {run}, or choose another --run-name\n"
+        f"python pipeline.py --cancel {run}, choose another --run-name, or delete the run in the dashboard if its "
+        "workflow is gone\n"
     )
     server.runs[run]["state"] = "FAILED"
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
@@ -110,7 +111,7 @@ def test_a_compiled_file_that_is_out_of_date_is_not_submitted(
 def test_watching_ends_with_the_run(
     server: Server, monkeypatch: pytest.MonkeyPatch, states: list[str], status: int
 ) -> None:
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline_runs, "POLL_SECONDS", 0.01)
     server.states = states
     result = invoke("--submit", "--watch", "--timeout", "30")
     assert result.exit_code == status, result.stderr
