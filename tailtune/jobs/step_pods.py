@@ -22,7 +22,7 @@ NODE = re.compile(r".*\.(?:([^.]+)\.executor(?:\((\d+)\))?|([^.]+-driver))")
 backend/src/v2/compiler/argocompiler/container.go. Its driver runs before it."""
 ERROR_LINE = re.compile(rf"(?:{re.escape(LINE_PREFIX)})?[\w-]+: error: (.+)")
 """How a step reports a UserError (log.py)."""
-OTHER_PROGRAMS = re.compile(r"[IWEF]\d{4} |time=\S+ level=|\s*$")
+OTHER_PROGRAMS = re.compile(r'[IWEF]\d{4} |time="[^"]*" level=|\s*$')
 """Lines of KFP's launcher and Argo's executor around those of the step."""
 NUM_LAST_LINES = 5
 TAIL_LINES = 200

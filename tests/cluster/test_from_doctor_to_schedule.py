@@ -9,6 +9,7 @@ named clustertest-….
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,11 @@ def test_the_cluster_would_accept_the_manifests_in_deploy() -> None:
 
 def test_a_run_succeeds(name: str, parameters: list[str]) -> None:
     done = pipeline("--submit", "--watch", "--timeout", str(RUN_SECONDS), "--run-name", name, *parameters)
-    assert done.returncode == 0 and "/#/runs/details/" in done.stdout
+    assert done.returncode == 0, done.stderr
+    run = re.split(r"[/\s]", done.stdout.strip())[-1]  # the run's address ends in its id
+    status = pipeline("--status", name)
+    assert f"id: {run}" in status.stdout and "state: succeeded" in status.stdout
+    assert name in pipeline("--runs").stdout
 
 
 def test_cancelling_another_run_deletes_its_job(name: str, parameters: list[str]) -> None:

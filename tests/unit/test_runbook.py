@@ -26,6 +26,7 @@ from test_deploy import DEPLOY, documents, of_kind, violations
 
 import pipeline
 import pipeline_cli
+import pipeline_runs
 import pipeline_server
 import tailtune.cli
 from tailtune import images
@@ -402,7 +403,7 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         assert result.exit_code == 0, result.output
         return {normal(line) for line in result.output.splitlines()}
 
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline_runs, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     caplog.set_level("INFO", "tailtune")
     with dashboard() as server:
