@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from dashboard_server import Server, dashboard
 from http_server import NAMESPACE
@@ -20,7 +21,14 @@ from kubernetes_server import StepPod, cluster
 import pipeline_cli
 import pipeline_runs
 import pipeline_server
+from tailtune import images
+from tailtune.jobs.job import PIPELINE_RUN_LABEL, job_name
+from tailtune.jobs.kubernetes import KubernetesClient
+from tailtune.jobs.objects import JOB_KINDS, find_kind
+from tailtune.jobs.train_step import make_job
 from tailtune.log import LINE_PREFIX, log
+from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
+from tailtune.run import Run
 
 FAILED = {"resolve-recipe": "Succeeded", "train-stage": "Failed", "evaluate-model": "Omitted"}
 ERROR = "train: error: rows are too long; set data.max_length"

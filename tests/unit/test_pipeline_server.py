@@ -290,7 +290,7 @@ def test_cancelling_by_display_name_deletes_the_jobs_of_the_run(
         assert by_id.exit_code == 0 and by_id.stdout == "", "another run of that name keeps its job"
         assert invoke("--cancel", "mine").stdout == "job-0\n"
         unknown = invoke("--cancel", "unknown")
-        assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; the dash" in unknown.stderr
+        assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; see" in unknown.stderr
         kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[1] != "kubeflow.org"]
         ended = invoke("--cancel", "mine")
         assert ended.exit_code == 0 and "runs ended: 1, jobs deleted: 0" in ended.stderr
