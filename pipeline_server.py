@@ -190,7 +190,8 @@ class PipelineServer:
             if is_refused and not was_refused:
                 log.warning("run: the login has expired; log in again with oc login, and the watching goes on")
             elif failing_since is None:
-                log.warning("run: the pipeline server does not answer (%s), trying again", one_line(error, 100))
+                words = f"{error.status} {error.reason}" if isinstance(error, ApiException) else one_line(error, 100)
+                log.warning("run: the pipeline server does not answer (%s), trying again", words)
             failing_since = failing_since or time.monotonic()
 
         with self._errors_in_words(), _quiet():

@@ -260,7 +260,7 @@ def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(server: Serve
     assert invoke("--watch", run).exit_code == 0
     about_the_server = [line for line in lines if "server" in line]
     assert len(about_the_server) == 2
-    assert about_the_server[0].startswith("run: the pipeline server does not answer (")
+    assert about_the_server[0] == "run: the pipeline server does not answer (503 Service Unavailable), trying again"
     assert about_the_server[1].startswith("run: the pipeline server answers again, after ")
 
 
