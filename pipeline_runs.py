@@ -10,7 +10,7 @@ import click
 
 from pipeline_server import ENDED, WATCH_RETRY_SECONDS, PipelineServer, run_name
 from tailtune.errors import UserError
-from tailtune.jobs.kubernetes import KubernetesClient
+from tailtune.jobs.kubernetes import WORKFLOW_RUN_LABEL, KubernetesClient
 from tailtune.jobs.logs import PodLog
 from tailtune.jobs.step_pods import CONTAINER, StepPod, find_step_pods, why_failed
 from tailtune.log import log
@@ -168,7 +168,7 @@ def why_run_failed(server: PipelineServer, run: Any, names: Collection[str]) -> 
     drivers = {f"{name}-driver" for name in names}
     failed = [step for step in _steps(run, {*names, *drivers}) if step.state == "failed"]
     if not failed:
-        yield "no step has failed; oc describe workflow -l pipeline/runid=" + run.run_id
+        yield f"no step has failed; oc describe workflow -l {WORKFLOW_RUN_LABEL}={run.run_id}"
         return
     try:
         cluster = _cluster(server)
@@ -178,7 +178,7 @@ def why_run_failed(server: PipelineServer, run: Any, names: Collection[str]) -> 
             yield f"{step.name} failed; why cannot be read: {error}"
         return
     for step in failed:
-        cause, lines = why_failed(cluster, pods, step.name)
+        cause, lines = why_failed(cluster, pods, step.name, run.run_id)
         yield cause
         yield from (f"  {line}" for line in lines)
 

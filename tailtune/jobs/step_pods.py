@@ -90,14 +90,17 @@ def find_step_pods(cluster: KubernetesClient, pipeline_run: str) -> list[StepPod
     return [StepPod(match[1] or match[3], int(match[2] or 0) + 1, pod) for match, pod in matches if match]
 
 
-def why_failed(cluster: KubernetesClient, pods: Collection[StepPod], step: str) -> tuple[str, list[str]]:
+def why_failed(
+    cluster: KubernetesClient, pods: Collection[StepPod], step: str, pipeline_run: str
+) -> tuple[str, list[str]]:
     """Return what is known of a failed step: attempt, cause and remedy, and then lines of its log if no line says why.
 
     `pods` are those of the run.
     """
     own = [pod for pod in pods if pod.step == step and pod.phase != "Succeeded"]
     if not own:
-        return f"{step} failed: its pod is gone, and its log with it", []
+        return f"{step} failed: it has no pod, which was deleted or never created; " \
+               f"oc describe workflow -l {WORKFLOW_RUN_LABEL}={pipeline_run}", []  # fmt: skip
     pod = max(own, key=lambda pod: pod.attempt)
     failed = f"{step} failed, attempt {pod.attempt}: "
     status = pod.manifest["status"]

@@ -195,7 +195,10 @@ def test_an_evicted_step_and_a_failed_driver_are_named(server: Server, kubernete
 
 def test_what_cannot_be_read_is_said(server: Server, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     run = failed_run(server, kubernetes)
-    assert last_words(invoke("--status", run)) == ["train-stage failed: its pod is gone, and its log with it"]
+    assert last_words(invoke("--status", run)) == [
+        "train-stage failed: it has no pod, which was deleted or never created; "
+        f"oc describe workflow -l pipeline/runid={run}"
+    ]
     kubernetes.pods_of_steps.append(StepPod(run, "train-stage", 1, [ERROR]))
     kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[2] != "pods/log"]
     assert last_words(invoke("--status", run)) == [
