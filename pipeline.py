@@ -118,10 +118,11 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
                     rejection = fail_if_rejected(run=run, report=report.outputs["Output"])
 
         steps = (resolved, base, raw, data, tuned, evaluation, gate, report, rejection)
-        for task in (*filter(None, (end,)), *steps):
+        for task in steps:
             task.set_caching_options(False)
-        if not cluster:
+        if end is None:
             return
+        end.set_caching_options(False)
         models = (evaluation, report)
         for task in (end, *steps):
             task.set_container_image(trainer_image if task in models else pipeline_image)

@@ -23,6 +23,7 @@ from tailtune.errors import UserError
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
 from tailtune.log import configure
+from tailtune.owner import in_progress
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.resolve import check_recipe, check_run_name, check_volume_names
@@ -98,10 +99,10 @@ def upload(recipe: Recipe, final: Recipe, server: PipelineServer) -> Uploaded:
 
 def step_names(compiled: Path) -> frozenset[str]:
     """Return the names of the steps in a compiled file."""
+    import pipeline_runs  # imports the cluster's client
+
     spec = next(yaml.load_all(compiled.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    graphs = [spec["root"]["dag"], *(c["dag"] for c in spec["components"].values() if "dag" in c)]
-    tasks = [task for graph in graphs for task in graph["tasks"].items()]
-    return frozenset(name for name, task in tasks if "dag" not in spec["components"][task["componentRef"]["name"]])
+    return pipeline_runs.step_names(spec)
 
 
 def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
@@ -137,15 +138,12 @@ def cluster_parameters(recipe: Recipe, run_name: str) -> dict[str, Any]:
 
 def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server: PipelineServer, *, watch: bool,
            timeout_seconds: float | None) -> bool:  # fmt: skip
-    """Start a run on a cluster and print its address. Return False if it was watched and did not succeed.
+    """Start a run on a cluster and print its address or id. Return False if it was watched and did not succeed.
 
     `final` is the recipe with its overrides: they are parameters of the run, not part of the uploaded version.
     """
     if active := server.active_runs(run_name, by_parameter=True):
-        raise UserError(
-            f"run '{run_name}' is already in progress, as pipeline run {active[0].id}",
-            f"wait for it, end it with python pipeline.py --cancel {active[0].id}, or choose another --run-name",
-        )
+        raise in_progress(run_name, active[0].id)
     uploaded = upload(recipe, final, server)
     run = server.start(uploaded.pipeline, uploaded.version, experiment=experiment, run_name=run_name,
                        parameters=cluster_parameters(final, run_name))  # fmt: skip
@@ -157,9 +155,9 @@ def submit(recipe: Recipe, final: Recipe, run_name: str, experiment: str, server
         )
     if not watch:
         return True
-    state = server.watch(run, uploaded.steps, timeout_seconds)
-    click.echo(f"the run {state.lower()}", err=True)
-    return state == "SUCCEEDED"
+    import pipeline_runs
+
+    return pipeline_runs.watch(run, server, timeout_seconds, uploaded.steps)
 
 
 def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: str, server: PipelineServer, *,
@@ -182,7 +180,7 @@ def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: st
         f"schedule '{name}': {recipe.name}, {shown_version}, '{when}' in the pipeline server's time zone, UTC", err=True
     )
     if active:
-        click.echo(f"the earlier schedule is disabled; {in_progress(active)}, next to the new one's, and the next "
+        click.echo(f"the earlier schedule is disabled; {go_on(active)}, next to the new one's, and the next "
                    "change of the schedule deletes it", err=True)  # fmt: skip
 
 
@@ -197,14 +195,14 @@ def unschedule(name: str, server: PipelineServer, *, ending: bool) -> None:
         server.wait_until_ended(active, END_SECONDS)
         active = server.unschedule(name)
     if active:
-        click.echo(f"schedule '{name}' is disabled and starts no more runs; {in_progress(active)}. Deleting the "
+        click.echo(f"schedule '{name}' is disabled and starts no more runs; {go_on(active)}. Deleting the "
                    "schedule now would end its runs without their last step: repeat this command later, or add "
                    "--end-runs", err=True)  # fmt: skip
     else:
         click.echo(f"schedule '{name}' deleted", err=True)
 
 
-def in_progress(runs: list[ActiveRun]) -> str:
+def go_on(runs: list[ActiveRun]) -> str:
     ids = ", ".join(run.id for run in runs)
     return f"run {ids} goes on" if len(runs) == 1 else f"runs {ids} go on"
 
@@ -217,7 +215,7 @@ def cancel_run(name: str, server: PipelineServer) -> None:
     runs = server.active_runs(name)
     jobs = end_runs(runs, server, run_name="" if any(run.id == name for run in runs) else name)
     if not runs and not jobs:
-        raise UserError(f"no active run '{name}' in {server.connection.namespace}", "the dashboard has names and ids")
+        raise UserError(f"no active run '{name}' in {server.connection.namespace}", "see python pipeline.py --runs")
 
 
 def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") -> list[str]:
@@ -246,14 +244,23 @@ def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") 
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--recipe", "recipe_name", help="A built-in recipe's name, or the path of your own .yaml file.")
 @click.option("--local", "local_run", is_flag=True, help="Run the whole pipeline on this machine.")
-@click.option("--submit", "submit_run", is_flag=True, help="Start a run on the cluster; prints its address.")
+@click.option("--submit", "submit_run", is_flag=True, help="Start a run on the cluster; prints its address or id.")
 @click.option("--schedule", "when", metavar="WHEN",
               help="Start runs on the cluster by cron ('0 2 * * *', or six fields) or 'every 6 hours'.")  # fmt: skip
 @click.option("--run-name", help="Name of the run. With --local, an existing run of this name is continued.")
 @click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE",
               help="Run parameter or dotted recipe key, for example -p epochs=2. Repeatable.")  # fmt: skip
 @click.option("--experiment", default="tailtune", show_default=True, help="Group of runs in the dashboard.")
-@click.option("--watch", is_flag=True, help="With --submit: wait for the end; exit status 1 when it fails.")
+@click.option("--runs", "list_runs", is_flag=True, help="List the newest runs, and those that have not ended.")
+@click.option("--status", metavar="RUN", help="Show the steps of a run, and why it failed. RUN is a name, an id, or a "
+              "schedule's name (its newest run).")  # fmt: skip
+@click.option("--logs", metavar="RUN", help="Print the logs of a run's steps.")
+@click.option("--follow", is_flag=True, help="With --logs: until the run's end.")
+@click.option("--watch", is_flag=False, flag_value="", metavar="[RUN]", help="Wait for the end of RUN, or of that of "
+              "--submit or --retry; exit status 1 when it fails.")  # fmt: skip
+@click.option("--retry", metavar="RUN", help="Run the failed steps of a run again; training resumes.")
+@click.option("--export-job", "exporting", is_flag=True, help="Print the training job of a run as YAML, to apply it by "
+              "hand. -p resources.job_kind=trainjob for a TrainJob.")  # fmt: skip
 @click.option("--timeout", "timeout_seconds", type=float, help="With --watch: the longest time to wait, in seconds.")
 @click.option("--schedule-name", help="With --schedule: its name. By default, the recipe's.")
 @click.option("--latest", is_flag=True, help="With --schedule: always the pipeline's latest version.")
@@ -284,7 +291,13 @@ def main(
     run_name: str | None,
     parameters: tuple[str, ...],
     experiment: str,
-    watch: bool,
+    list_runs: bool,
+    status: str | None,
+    logs: str | None,
+    follow: bool,
+    watch: str | None,
+    retry: str | None,
+    exporting: bool,
     timeout_seconds: float | None,
     schedule_name: str | None,
     latest: bool,
@@ -305,19 +318,25 @@ def main(
     share_cores()
     modes = {"--local": local_run and not dry_run, "--submit": submit_run, "--schedule": when is not None,
              "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
-             "--unschedule": unscheduled is not None, "--cancel": cancel is not None}  # fmt: skip
+             "--unschedule": unscheduled is not None, "--cancel": cancel is not None, "--runs": list_runs,
+             "--status": status is not None, "--logs": logs is not None, "--watch RUN": bool(watch),
+             "--retry": retry is not None, "--export-job": exporting}  # fmt: skip
     if sum(modes.values()) > 1:
         raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
-    runs = local_run or dry_run or submit_run or when is not None
+    runs = local_run or dry_run or submit_run or exporting or when is not None
     if (recipe_name or parameters) and not runs:
-        raise click.UsageError("--recipe and -p need --local, --submit, --schedule or --dry-run; "
+        raise click.UsageError("--recipe and -p need --local, --submit, --schedule, --export-job or --dry-run; "
                                "without arguments all recipes are compiled")  # fmt: skip
-    if run_name is not None and not (local_run or submit_run):
-        raise click.UsageError("--run-name needs --local or --submit")
+    if run_name is not None and not (local_run or submit_run or exporting):
+        raise click.UsageError("--run-name needs --local, --submit or --export-job")
+    if exporting and run_name is None:
+        raise click.UsageError("--export-job needs --run-name")
     if ending and unscheduled is None:
         raise click.UsageError("--end-runs needs --unschedule")
-    if watch and not submit_run:
-        raise click.UsageError("--watch needs --submit")
+    if watch == "" and not (submit_run or retry is not None):
+        raise click.UsageError("--watch needs a RUN, --submit or --retry")
+    if follow and logs is None:
+        raise click.UsageError("--follow needs --logs")
     if image_registry and not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
         raise click.UsageError(f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag")
     configure()
@@ -328,6 +347,20 @@ def main(
             click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
         elif check:
             sys.exit(0 if check_compiled() else 1)
+        elif list_runs or status is not None or logs is not None or watch or retry is not None:
+            import pipeline_runs
+
+            server = PipelineServer(find_connection(endpoint, namespace))
+            if list_runs or status is not None:
+                lines = pipeline_runs.list_runs(server) if status is None else pipeline_runs.show_status(status, server)
+                click.echo("\n".join(lines))
+            elif logs is not None:
+                pipeline_runs.show_logs(logs, server, follow=follow)
+            else:
+                run_id = (
+                    pipeline_runs.retry(retry, server) if retry else pipeline_runs.find_run(watch or "", server).run_id
+                )
+                sys.exit(0 if watch is None or pipeline_runs.watch(run_id, server, timeout_seconds) else 1)
         elif cancel is not None:
             cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
         elif list_schedules or unscheduled is not None:
@@ -353,6 +386,11 @@ def main(
                 return
             name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
             check_run_name(name, "--run-name")
+            if exporting:
+                from tailtune.jobs.export import export_job
+
+                click.echo(export_job(recipe, name), nl=False)
+                return
             if local_run:
                 succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
                 click.echo(Path("runs") / name)
@@ -369,7 +407,7 @@ def main(
                          catch_up=catch_up)  # fmt: skip
             else:
                 succeeded = submit(
-                    loaded, recipe, name, experiment, server, watch=watch, timeout_seconds=timeout_seconds
+                    loaded, recipe, name, experiment, server, watch=watch is not None, timeout_seconds=timeout_seconds
                 )
                 sys.exit(0 if succeeded else 1)
         else:

@@ -1,4 +1,4 @@
-"""The pipeline server of OpenShift AI: find it, upload, start, watch, schedule.
+"""The pipeline server of OpenShift AI: find it, upload, start, ask for runs, schedule.
 
 Uses kfp's own client and works around two of its faults: it waits forever for a cancelled run, and it asks for a
 Google token after a 401.
@@ -6,12 +6,13 @@ Google token after a 401.
 
 import contextlib
 import io
+import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from urllib3.exceptions import HTTPError
 
 from tailtune.errors import UserError, one_line
 from tailtune.log import log
+from tailtune.owner import WORKFLOW_GONE
 from tailtune.retry import TEMPORARY_STATUSES, retry
 
 DSPA = "dspa"
@@ -30,6 +32,8 @@ RETRY_SECONDS = 60.0
 """How long to keep retrying a failing server."""
 WATCH_RETRY_SECONDS = 600.0
 """The same while a run is watched."""
+LOGIN_SECONDS = 12 * 3600.0
+"""How long a watched run waits for another login: the token of `oc login` expires after a day."""
 Result = TypeVar("Result")
 
 
@@ -39,6 +43,8 @@ class Connection:
     namespace: str
     token: str | None
     ca_file: str | None
+    has_pages: bool = True
+    """Whether the server shows runs on pages of its own: OpenShift AI's has none."""
 
     def __repr__(self) -> str:  # a token is never printed
         return f"Connection({self.endpoint}, {self.namespace})"
@@ -58,15 +64,16 @@ def find_connection(endpoint: str | None, namespace: str | None) -> Connection:
     in_pod = (SERVICE_ACCOUNT / "token").is_file()
     if in_pod and not _has_kubeconfig():
         namespace = namespace or (SERVICE_ACCOUNT / "namespace").read_text().strip()
+        has_pages = bool(endpoint)
         endpoint = endpoint or f"https://ds-pipeline-{DSPA}.{namespace}.svc:8443"
         token = token or (SERVICE_ACCOUNT / "token").read_text().strip()
         ca_file = ca_file or str(SERVICE_ACCOUNT / "service-ca.crt")
-        return Connection(endpoint, namespace, token, ca_file)
+        return Connection(endpoint, namespace, token, ca_file, has_pages)
     if endpoint and namespace and token:
         return Connection(endpoint, namespace, token, ca_file)
     cluster = KubernetesClient(namespace, api_seconds=RETRY_SECONDS)
     token = token or _bearer_token(cluster.configuration)
-    return Connection(endpoint or _route(cluster), cluster.namespace, token, ca_file)
+    return Connection(endpoint or _route(cluster), cluster.namespace, token, ca_file, has_pages=bool(endpoint))
 
 
 def _has_kubeconfig() -> bool:
@@ -113,6 +120,9 @@ class PipelineServer:
     """A pipeline server, through kfp's client. Its methods raise UserError."""
 
     def __init__(self, connection: Connection) -> None:
+        self._connect(connection)
+
+    def _connect(self, connection: Connection) -> None:
         import kfp
 
         self.connection = connection
@@ -127,21 +137,20 @@ class PipelineServer:
 
         Use 0 for calls that create a run or a schedule: if only the answer was lost, a retry would create another.
         """
-        from kfp_server_api import ApiException
-
-        def is_temporary(error: BaseException) -> bool:
-            return isinstance(error, HTTPError | ConnectionError | TimeoutError) or (
-                isinstance(error, ApiException) and error.status in TEMPORARY_STATUSES
+        with self._errors_in_words(), _quiet():
+            return retry(
+                lambda: function(*args, **kwargs),
+                is_temporary=_is_temporary,
+                seconds=RETRY_SECONDS if retry_seconds is None else retry_seconds,
+                longest_wait_seconds=15,
             )
 
+    @contextlib.contextmanager
+    def _errors_in_words(self) -> Iterator[None]:
+        from kfp_server_api import ApiException
+
         try:
-            with _quiet():
-                return retry(
-                    lambda: function(*args, **kwargs),
-                    is_temporary=is_temporary,
-                    seconds=RETRY_SECONDS if retry_seconds is None else retry_seconds,
-                    longest_wait_seconds=15,
-                )
+            yield
         except ApiException as error:
             if error.status in (401, 403):
                 raise UserError(f"the pipeline server refuses the token ({error.status})", "log in with oc login, "
@@ -151,6 +160,53 @@ class PipelineServer:
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise UserError(f"{self.connection.endpoint} does not answer: {one_line(error, 200)}", "check --endpoint, "
                             "and TAILTUNE_CA_FILE where the certificate is the cluster's own") from None  # fmt: skip
+
+    def get_run_patiently(self, run_id: str, give_up_at: float = math.inf) -> Any:
+        """Return the run, asked for again while the server fails or the login has expired, until `give_up_at`.
+
+        Before each further attempt, the login is read again. An outage is one line when it begins and one when it ends.
+        Raises UserError.
+        """
+        from kfp_server_api import ApiException
+
+        failing_since: float | None = None
+        is_refused = False
+
+        def attempt() -> Any:
+            if failing_since is not None:
+                self._read_login_again()
+            return self.client.get_run(run_id)
+
+        def is_temporary(error: BaseException) -> bool:
+            now = time.monotonic()
+            seconds = now - (now if failing_since is None else failing_since)
+            if isinstance(error, ApiException) and error.status == 401:
+                return seconds < LOGIN_SECONDS and now < give_up_at
+            return _is_temporary(error) and seconds < WATCH_RETRY_SECONDS and now < give_up_at
+
+        def log_failure(error: BaseException, attempt: int, wait_seconds: float) -> None:
+            nonlocal failing_since, is_refused
+            was_refused, is_refused = is_refused, getattr(error, "status", None) == 401
+            if is_refused and not was_refused:
+                log.warning("run: the login has expired; log in again with oc login, and the watching goes on")
+            elif failing_since is None:
+                words = f"{error.status} {error.reason}" if isinstance(error, ApiException) else one_line(error, 100)
+                log.warning("run: the pipeline server does not answer (%s), trying again", words)
+            failing_since = failing_since or time.monotonic()
+
+        with self._errors_in_words(), _quiet():
+            run = retry(attempt, is_temporary=is_temporary, longest_wait_seconds=15, on_retry=log_failure)
+        if failing_since is not None:
+            log.info("run: the pipeline server answers again, after %.0f s", time.monotonic() - failing_since)
+        return run
+
+    def _read_login_again(self) -> None:
+        try:
+            token = find_connection(self.connection.endpoint, self.connection.namespace).token
+        except UserError:  # logged out: the old token goes on failing, until the login is there
+            return
+        if token != self.connection.token:
+            self._connect(replace(self.connection, token=token))
 
     def upload(self, path: Path, name: str, version: str) -> tuple[str, str]:
         """Upload a compiled file. Return the ids of the pipeline and the version; an existing version is kept."""
@@ -172,23 +228,68 @@ class PipelineServer:
 
     def start(self, pipeline: str, version: str, *, experiment: str, run_name: str, parameters: dict[str, Any]) -> str:
         """Start a run and return its id. It is requested only once: a lost answer may belong to a run that exists."""
-        group = self.call(self.client.create_experiment, experiment, namespace=self.connection.namespace)
+        group = self._experiment(experiment)
         try:
-            run = self.call(self.client.run_pipeline, group.experiment_id, run_name, params=parameters,
+            run = self.call(self.client.run_pipeline, group, run_name, params=parameters,
                             pipeline_id=pipeline, version_id=version, retry_seconds=0)  # fmt: skip
         except UserError as error:
             check = f"see in the dashboard that '{run_name}' is not there before you try again"
             raise UserError(error.problem, "; ".join(filter(None, (error.remedy, check)))) from None
         return str(run.run_id)
 
+    def _experiment(self, name: str) -> str:
+        """Return the id of the experiment with this name, which is created if there is none."""
+        group = self.call(self.client.create_experiment, name, namespace=self.connection.namespace)
+        if group.storage_state == "ARCHIVED":  # the client takes it although it is archived
+            log.warning("run: experiment '%s' is archived, so the dashboard hides its runs; restore it there, or give "
+                        "another --experiment", name)  # fmt: skip
+        return str(group.experiment_id)
+
     def address(self, run: str) -> str:
         """Return the run's page: in OpenShift AI's dashboard if TAILTUNE_DASHBOARD is set, else in the server's own.
 
-        Source of the dashboard's path: opendatahub-io/odh-dashboard, frontend/src/routes/pipelines/runs.ts, 2026.
+        Where it has none, return only the run's id. Source of the dashboard's path: opendatahub-io/odh-dashboard,
+        frontend/src/routes/pipelines/runs.ts, 2026.
         """
         if dashboard := os.environ.get("TAILTUNE_DASHBOARD"):
             return f"{dashboard.rstrip('/')}/develop-train/pipelines/runs/{self.connection.namespace}/runs/{run}"
-        return f"{self.connection.endpoint}/#/runs/details/{run}"
+        return f"{self.connection.endpoint}/#/runs/details/{run}" if self.connection.has_pages else run
+
+    def runs(self) -> Iterator[Any]:
+        """Yield the runs of the project, newest first, without their tasks."""
+        return _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
+                                              sort_by="created_at desc", namespace=self.connection.namespace),
+                      "runs")  # fmt: skip
+
+    def find_runs(self, name: str) -> list[Any]:
+        """Return the runs with this name or id, or of the schedules with this name, newest first."""
+        schedule_ids = self._schedule_ids(name)
+        return [run for run in self.runs() if name in (run.run_id, run.display_name, run_name(run))
+                or run.recurring_run_id in schedule_ids]  # fmt: skip
+
+    def get_run(self, run_id: str) -> Any:
+        return self.call(self.client.get_run, run_id)
+
+    def retry_run(self, run_id: str) -> None:
+        """Start the failed steps of a run that has failed again. Requested only once."""
+        self.call(self.client._run_api.run_service_retry_run, run_id, retry_seconds=0)
+
+    def pipeline_spec(self, run: Any) -> dict[str, Any] | None:
+        """Return the compiled pipeline of a run; None if the server does not have it any more."""
+        reference, spec = run.pipeline_version_reference, run.pipeline_spec
+        if reference:
+            try:
+                spec = self.call(self.client.get_pipeline_version, reference.pipeline_id,
+                                 reference.pipeline_version_id).pipeline_spec  # fmt: skip
+            except UserError:  # the version was deleted
+                return None
+        return (spec.get("pipeline_spec") or spec) if spec else None
+
+    def pipeline_names(self) -> dict[str, str]:
+        """Return the pipelines' names by id."""
+        pipelines = _pages(lambda token: self.call(self.client.list_pipelines, page_token=token, page_size=100,
+                                                   namespace=self.connection.namespace), "pipelines")  # fmt: skip
+        return {pipeline.pipeline_id: pipeline.display_name for pipeline in pipelines}
 
     def active_runs(self, name: str, *, by_parameter: bool = False) -> list[ActiveRun]:
         """Return the runs that have not ended and have this name or id, or belong to the schedules with this name.
@@ -199,7 +300,7 @@ class PipelineServer:
         """
         if by_parameter:
             return [run for run in self._active_runs() if run.run_name == name]
-        schedule_ids = {schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name}
+        schedule_ids = self._schedule_ids(name)
         return [
             run
             for run in self._active_runs()
@@ -207,17 +308,15 @@ class PipelineServer:
         ]
 
     def _active_runs(self) -> list[ActiveRun]:
-        runs = _pages(lambda token: self.call(self.client.list_runs, page_token=token, page_size=100,
-                                              namespace=self.connection.namespace), "runs")  # fmt: skip
         return [
             ActiveRun(
                 id=run.run_id,
                 display_name=run.display_name,
-                run_name=str(((run.runtime_config and run.runtime_config.parameters) or {}).get("run_name") or ""),
+                run_name=run_name(run),
                 state=run.state,
                 schedule_id=run.recurring_run_id or "",
             )
-            for run in runs
+            for run in self.runs()
             if run.state not in ENDED
         ]
 
@@ -235,29 +334,6 @@ class PipelineServer:
                 raise
             log.info("run: %s has ended meanwhile (%s)", run, error)
 
-    def watch(self, run: str, steps: Collection[str], timeout_seconds: float | None) -> str:
-        """Wait for the run's end and return its state. Logs each change of the state of one of `steps`.
-
-        The server lists every node of the workflow as a task: drivers, `root`, and for each step its pod, `executor`
-        (kubeflow/pipelines, backend/src/apiserver/server/api_converter.go). A run that was terminated ends there as
-        FAILED; here it is CANCELED. Raises UserError after the timeout.
-        """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        states: dict[str, str] = {}
-        while True:
-            details = self.call(self.client.get_run, run, retry_seconds=WATCH_RETRY_SECONDS)
-            tasks = (details.run_details.task_details or []) if details.run_details else []
-            for task in tasks:
-                if task.display_name in steps and task.state and states.get(task.task_id) != task.state:
-                    states[task.task_id] = task.state
-                    log.info("run: %s %s", task.display_name, task.state.lower())
-            if details.state in ENDED:
-                was_canceled = any(status.state == "CANCELING" for status in details.state_history or [])
-                return "CANCELED" if was_canceled and details.state == "FAILED" else str(details.state)
-            if deadline is not None and time.monotonic() > deadline:
-                raise UserError(f"the run has not ended after {timeout_seconds:.0f} s", f"see {self.address(run)}")
-            time.sleep(POLL_SECONDS)
-
     # ---- schedules ----
 
     def schedules(self) -> list[Any]:
@@ -273,11 +349,11 @@ class PipelineServer:
         """
         import kfp_server_api as api
 
-        group = self.call(self.client.create_experiment, experiment, namespace=self.connection.namespace)
+        group = self._experiment(experiment)
         reference = {"pipeline_id": pipeline} | ({"pipeline_version_id": version} if version else {})
         body = api.V2beta1RecurringRun(
             display_name=name,
-            experiment_id=group.experiment_id,
+            experiment_id=group,
             mode=api.RecurringRunMode.ENABLE,
             pipeline_version_reference=api.V2beta1PipelineVersionReference(**reference),
             runtime_config=api.V2beta1RuntimeConfig(parameters=parameters),
@@ -285,19 +361,23 @@ class PipelineServer:
             max_concurrency=str(max_concurrency),
             no_catchup=not catch_up,
         )
-        replaced = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
+        replaced = self._schedule_ids(name)
         self.call(self.client._recurring_run_api.recurring_run_service_create_recurring_run, body, retry_seconds=0)
-        return [run for schedule_id in replaced for run in self._remove_schedule(schedule_id)]
+        return self._remove_schedules(replaced)
 
-    def _remove_schedule(self, schedule_id: str) -> list[ActiveRun]:
-        """Disable a schedule, and delete it unless runs of it are in progress; return those.
+    def _schedule_ids(self, name: str) -> list[str]:
+        return [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
+
+    def _remove_schedules(self, schedule_ids: Collection[str]) -> list[ActiveRun]:
+        """Disable schedules, and delete those without runs in progress; return these runs.
 
         With a schedule, Kubernetes deletes the workflows that it owns, at once and without their last step:
         kubeflow/pipelines, backend/src/crd/controller/scheduledworkflow (owner references of a workflow).
         """
-        self.call(self.client.disable_recurring_run, schedule_id)
-        active = [run for run in self._active_runs() if run.schedule_id == schedule_id]
-        if not active:
+        for schedule_id in schedule_ids:
+            self.call(self.client.disable_recurring_run, schedule_id)
+        active = [run for run in self._active_runs() if run.schedule_id in schedule_ids] if schedule_ids else []
+        for schedule_id in {*schedule_ids} - {run.schedule_id for run in active}:
             self.call(self.client.delete_recurring_run, schedule_id)
         return active
 
@@ -316,10 +396,10 @@ class PipelineServer:
 
         Raises UserError if there is no schedule with this name.
         """
-        schedule_ids = [schedule.recurring_run_id for schedule in self.schedules() if schedule.display_name == name]
+        schedule_ids = self._schedule_ids(name)
         if not schedule_ids:
             raise UserError(f"there is no schedule '{name}'", "see --list-schedules")
-        return [run for schedule_id in schedule_ids for run in self._remove_schedule(schedule_id)]
+        return self._remove_schedules(schedule_ids)
 
     def wait_until_ended(self, runs: Collection[ActiveRun], seconds: float) -> None:
         """Wait for the ends of terminated runs. Raises UserError after `seconds`."""
@@ -327,7 +407,9 @@ class PipelineServer:
         for run in runs:
             while self.call(self.client.get_run, run.id).state not in ENDED:
                 if time.monotonic() > give_up_at:
-                    raise UserError(f"run {run.id} has not ended after {seconds:.0f} s", "try again later")
+                    raise UserError(
+                        f"run {run.id} has not ended after {seconds:.0f} s", f"try again later, or {WORKFLOW_GONE}"
+                    )
                 time.sleep(POLL_SECONDS)
 
 
@@ -378,6 +460,19 @@ def _pages(fetch: Callable[[str], Any], field: str) -> Iterator[Any]:
         token = page.next_page_token or ""
         if not token:
             return
+
+
+def run_name(run: Any) -> str:
+    """Return the run's parameter `run_name`; empty for runs that are named by their id."""
+    return str(((run.runtime_config and run.runtime_config.parameters) or {}).get("run_name") or "")
+
+
+def _is_temporary(error: BaseException) -> bool:
+    from kfp_server_api import ApiException
+
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError) or (
+        isinstance(error, ApiException) and error.status in TEMPORARY_STATUSES
+    )
 
 
 @contextlib.contextmanager

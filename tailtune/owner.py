@@ -7,6 +7,9 @@ from tailtune.errors import UserError
 from tailtune.files import read_json, write_json
 from tailtune.run import Run
 
+WORKFLOW_GONE = "delete the run in the dashboard if its workflow is gone"
+"""Remedy for a run whose workflow somebody has deleted: for the pipeline server, it is RUNNING for ever."""
+
 
 def claim(run: Run) -> None:
     """Make this pipeline run the owner of the run's directories. Raises UserError while another active one is."""
@@ -23,11 +26,17 @@ def take_ownership(run: Run, is_active: Callable[[str], bool]) -> None:
     """
     owner = read_owner(run.owner_path)
     if owner not in ("", run.pipeline_run) and is_active(owner):
-        raise UserError(
-            f"run '{run.name}' is already in progress, as pipeline run {owner}",
-            f"wait for it, end it with python pipeline.py --cancel {owner}, or choose another --run-name",
-        )
+        raise in_progress(run.name, owner)
     write_json(run.owner_path, {"pipeline_run": run.pipeline_run})
+
+
+def in_progress(name: str, pipeline_run: str) -> UserError:
+    """The error for a second run of a name."""
+    return UserError(
+        f"run '{name}' is already in progress, as pipeline run {pipeline_run}",
+        f"wait for it, end it with python pipeline.py --cancel {pipeline_run}, choose another --run-name, or "
+        f"{WORKFLOW_GONE}",
+    )
 
 
 def refuse_if_taken_over(path: Path, pipeline_run: str) -> None:

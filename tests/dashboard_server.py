@@ -2,17 +2,26 @@
 
 As strict as the real one: unknown fields are refused by the models of `kfp_server_api`, pipelines have unique names, a
 version needs its pipeline, cron needs six fields, and every request needs the token. It behaves as kubeflow/pipelines
-2.14 to 2.17 where that surprises: a run's tasks are all nodes of its workflow (backend/src/apiserver/server/
-api_converter.go); a terminated run ends as FAILED (backend/src/common/util/execution_spec.go); the names of a
-schedule's runs begin with 25 characters of its name (backend/src/apiserver/template/template.go); and the workflows
-that a schedule owns are deleted with it, so that their runs stay RUNNING for ever.
+2.14 to 2.17 where that surprises:
+- A run's tasks are all nodes of its workflow, sorted by the nodes' ids, without the names of their pods: `child_tasks`
+  has ids of nodes. What has not ended, ended in the year 1, or 1970 if it is a run. A node that Argo has omitted has no
+  state (backend/src/apiserver/server/api_converter.go, model/run.go, backend/src/common/util/workflow.go).
+- A terminated run ends as FAILED (backend/src/common/util/execution_spec.go); only FAILED runs can be retried, and the
+  pods of the failed steps are deleted (GenerateRetryExecution in backend/src/common/util/workflow.go).
+- The names of a schedule's runs begin with 25 characters of its name (backend/src/apiserver/template/template.go), and
+  the workflows that a schedule owns are deleted with it, so that their runs stay RUNNING for ever.
+- The spec of a version with settings for Kubernetes is in a field of its own (YamlStringToPipelineSpecStruct in
+  backend/src/apiserver/server/api_util.go).
+- kfp's client takes an archived experiment as it is.
 """
 
 import json
 import re
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,6 +29,9 @@ from urllib.parse import parse_qs, urlsplit
 import kfp_server_api
 import yaml
 from http_server import HttpServer, Refused, check_fields, send_json
+
+NEVER = "0001-01-01T00:00:00Z"
+"""When a task ended that has not: the zero of Go's time."""
 
 
 class Server(HttpServer):
@@ -38,8 +50,14 @@ class Server(HttpServer):
         """Runs whose workflow was deleted with its schedule while it was in progress."""
         self.on_run: Callable[[dict[str, Any]], None] = lambda run: None
         """Called with every run that is started directly, not by a schedule."""
+        self.on_retry: Callable[[str], None] = lambda run: None
+        """Called with the id of every run that is retried."""
         self.states: list[str] = ["SUCCEEDED"]
         """A run's state at each request; the last one stays."""
+        self.steps: dict[str, dict[str, str]] = {}
+        """By the run's id: Argo's phase of each step that its workflow has come to, in order."""
+        self.requests: list[str] = []
+        """Method and path of each request with a token."""
         super().__init__()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -51,6 +69,7 @@ class Server(HttpServer):
                 raise Refused(self.statuses.pop(0), "the server is in trouble")
             if request.headers.get("Authorization") != f"Bearer {self.token}":
                 raise Refused(401, "Unauthorized")
+            self.requests.append(f"{request.command} {url.path}")
             status, answer = 200, self._route(request, url.path.removeprefix("/apis/v2beta1/"), query, content)
         except Refused as refusal:
             status, answer = refusal.status, {"error": str(refusal), "message": str(refusal)}
@@ -74,18 +93,38 @@ class Server(HttpServer):
                 return {"pipelines": _filtered(self.pipelines, query)}
             case "GET", ["pipelines", pipeline, "versions"]:
                 return {"pipeline_versions": [v for v in self.versions.values() if v["pipeline_id"] == pipeline]}
+            case "GET", ["pipelines", pipeline, "versions", version]:
+                if version not in self.versions:
+                    raise Refused(404, f"version {version} not found")
+                spec, *platform = yaml.load_all(self.files[version], getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                spec = {"pipeline_spec": spec, "platform_spec": platform[0]} if platform else spec
+                return {**self.versions[version], "pipeline_spec": spec}
             case "GET", ["experiments"]:
                 return {"experiments": _filtered(self.experiments, query)}
             case "POST", ["experiments"]:
-                return self._add(self.experiments, "experiment_id", self._body(content, "V2beta1Experiment"))
+                body = {**self._body(content, "V2beta1Experiment"), "storage_state": "AVAILABLE"}
+                return self._add(self.experiments, "experiment_id", body)
             case "POST", ["runs"]:
                 body = self._body(content, "V2beta1Run")
                 self._check_version(body["pipeline_version_reference"], latest=False)
-                run = self._add(self.runs, "run_id", body)
+                run = self._add_run(body)
                 self.on_run(run)
                 return run
             case "GET", ["runs"]:
-                return {"runs": [{"state": "RUNNING", **run} for run in self.runs.values()]}
+                order = (
+                    reversed(self.runs.values()) if query.get("sort_by") == "created_at desc" else self.runs.values()
+                )
+                return {"runs": [{"state": "RUNNING", **run} for run in order]}
+            case "POST", ["runs", run] if run.endswith(":retry"):
+                run = run.removesuffix(":retry")
+                if self.runs[run].get("state") != "FAILED":
+                    raise Refused(400, "Failed to retry run: Workflow must be Failed/Error to retry")
+                self.runs[run] |= {"state": "RUNNING", "finished_at": "1970-01-01T00:00:00Z"}
+                self.runs[run]["state_history"] += [{"state": "FAILED"}, {"state": "RUNNING"}]
+                phases = {step: phase for step, phase in self.steps.get(run, {}).items() if phase != "Omitted"}
+                self.steps[run] = {step: phase if phase == "Succeeded" else "Running" for step, phase in phases.items()}
+                self.on_retry(run)
+                return {}
             case "POST", ["runs", run] if run.endswith(":terminate"):
                 run = run.removesuffix(":terminate")
                 if self.runs.get(run, {}).get("state", "RUNNING") not in ("PENDING", "RUNNING", "PAUSED"):
@@ -98,12 +137,15 @@ class Server(HttpServer):
                 if run not in self.runs:
                     raise Refused(404, f"run {run} not found")
                 state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-                history = [{"state": "RUNNING"}]
                 if self.runs[run].get("state") == "CANCELING":
                     self.runs[run]["state"] = "FAILED"
-                    history.append({"state": "CANCELING"})
-                return {"state": state, **self.runs[run], "state_history": history,
-                        "run_details": {"task_details": _workflow_nodes(state)}}  # fmt: skip
+                    self.runs[run]["state_history"].append({"state": "CANCELING"})
+                answer = {"state": state, **self.runs[run]}
+                if answer["state"] in ("SUCCEEDED", "FAILED"):
+                    answer["state_history"] = [*answer["state_history"], {"state": answer["state"]}]
+                phase = answer["state"].capitalize()
+                steps = self.steps.get(run) or {"resolve-recipe": "Succeeded", "train-stage": phase}
+                return {**answer, "run_details": {"task_details": _workflow_nodes(phase, steps)}}
             case "POST", ["recurringruns"]:
                 body = self._body(content, "V2beta1RecurringRun")
                 self._check_version(body["pipeline_version_reference"], latest=True)
@@ -142,8 +184,15 @@ class Server(HttpServer):
         schedule = self.recurring[schedule_id]
         name = f"{schedule['display_name'][:25]}trpbr-1-1482128149"
         run = {"display_name": name, "recurring_run_id": schedule_id, "state": "RUNNING",
-               "runtime_config": schedule["runtime_config"]}  # fmt: skip
-        return str(self._add(self.runs, "run_id", run)["run_id"])
+               "runtime_config": schedule["runtime_config"],
+               "pipeline_version_reference": schedule["pipeline_version_reference"]}  # fmt: skip
+        return str(self._add_run(run)["run_id"])
+
+    def _add_run(self, body: dict[str, Any]) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat()
+        times = {"created_at": now, "scheduled_at": now, "finished_at": "1970-01-01T00:00:00Z"}
+        history = [{"state": "PENDING"}, {"state": "RUNNING"}]
+        return self._add(self.runs, "run_id", {**times, "storage_state": "AVAILABLE", "state_history": history, **body})
 
     def _check_version(self, reference: dict[str, Any], *, latest: bool) -> None:
         if reference["pipeline_id"] not in self.pipelines:
@@ -174,14 +223,37 @@ class Server(HttpServer):
         return version
 
 
-def _workflow_nodes(state: str) -> list[dict[str, Any]]:
-    """The nodes of a workflow that has come to the train step; the pod of each step is called `executor`."""
-    steps = {"resolve-recipe": "SUCCEEDED", "train-stage": state}
-    nodes = [("survival-x7k2p", state), ("root-driver", "SUCCEEDED"), ("root", state), ("run", state)]
-    for step, step_state in steps.items():
-        nodes += [(f"{step}-driver", "SUCCEEDED"), (step, step_state), ("executor", step_state)]
-    return [{"task_id": f"node-{number}", "display_name": name, "state": node_state}
-            for number, (name, node_state) in enumerate(nodes)]  # fmt: skip
+def _workflow_nodes(phase: str, steps: dict[str, str]) -> list[dict[str, Any]]:
+    """The nodes of a workflow in this phase of Argo's; the pod of each step is called `executor`."""
+    name = "survival-x7k2p"
+    nodes: dict[str, str] = {name: phase, f"{name}.root-driver": "Succeeded", f"{name}.root": phase,
+                             f"{name}.root.run-driver": "Succeeded", f"{name}.root.run": phase}  # fmt: skip
+    for step, step_phase in steps.items():
+        path = f"{name}.root.run.{step}"
+        omitted = step_phase == "Omitted"
+        nodes |= {f"{path}-driver": "Omitted" if omitted else "Succeeded", path: step_phase}
+        nodes |= {} if omitted else {f"{path}.executor": step_phase, f"{path}.executor(0)": step_phase}
+    start = datetime.now(UTC) - timedelta(minutes=len(nodes))
+    tasks = {}
+    for number, (path, node_phase) in enumerate(nodes.items()):
+        begin = start + timedelta(minutes=number)
+        end = begin + timedelta(seconds=0 if node_phase == "Omitted" else 12)
+        children = [node for node in nodes if node.rpartition(".")[0] == path]
+        tasks[_node_id(name, path)] = {
+            "task_id": str(uuid.uuid5(uuid.NAMESPACE_OID, path)),
+            "display_name": path.rpartition(".")[2],
+            "state": {"Omitted": "RUNTIME_STATE_UNSPECIFIED", "Error": "FAILED"}.get(node_phase, node_phase.upper()),
+            "create_time": begin.isoformat(),
+            "start_time": begin.isoformat(),
+            "end_time": NEVER if node_phase in ("Pending", "Running") else end.isoformat(),
+            "child_tasks": [{"pod_name": _node_id(name, child)} for child in children],
+        }
+    return [tasks[node] for node in sorted(tasks)]
+
+
+def _node_id(workflow: str, path: str) -> str:
+    """Argo hashes the path of a node with FNV-1a; here, another hash of 32 bits stands for it."""
+    return f"{workflow}-{zlib.crc32(path.encode())}"
 
 
 def _filtered(entries: dict[str, dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:

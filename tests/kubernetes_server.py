@@ -264,6 +264,49 @@ class Pod:
         self.signal(signal.SIGKILL)
 
 
+class StepPod:
+    """A pod of a pipeline's step as Argo makes it: containers `main` and `wait`. Tests set what happens in it.
+
+    Source: argo-workflows, workflow/controller/workflowpod.go; kubeflow/pipelines adds the label of the run.
+    """
+
+    restarts = 0
+
+    def __init__(
+        self,
+        pipeline_run: str,
+        step: str,
+        attempt: int,
+        lines: list[str],
+        *,
+        phase: str = "Failed",
+        end: dict[str, Any] | None = None,
+        created: str | None = None,
+        node: str = "",
+        **status: Any,
+    ) -> None:
+        self.step = step
+        self.name = f"survival-x7k2p-system-container-impl-{uuid.uuid4().int % 10**10}"
+        self.changed, self.deleted = threading.Condition(), threading.Event()
+        created = created or now()
+        self.lines = [[f"{now()} {line}" for line in lines]]
+        node = node or f"survival-x7k2p.root.run.{step}.executor({attempt - 1})"
+        state = {"Running": {"running": {"startedAt": created}}, "Pending": {"waiting": {"reason": "PodInitializing"}}}
+        ended = {"terminated": {"exitCode": int(phase == "Failed"), "reason": "Error", **(end or {})}}
+        containers = [{"name": name, "image": "i", "imageID": "", "ready": False, "restartCount": 0,
+                       "state": state.get(phase, ended)} for name in ("main", "wait")]  # fmt: skip
+        self.manifest = {
+            "metadata": {"name": self.name, "namespace": NAMESPACE, "creationTimestamp": created,
+                         "labels": {"pipeline/runid": pipeline_run, "workflows.argoproj.io/workflow": "survival-x7k2p"},
+                         "annotations": {"workflows.argoproj.io/node-name": node}},
+            "spec": {"containers": [{"name": "main", "resources": {"limits": {"memory": "512Mi"}}}, {"name": "wait"}]},
+            "status": {"phase": phase, "containerStatuses": containers, **status},
+        }  # fmt: skip
+
+    def delete(self) -> None:
+        self.deleted.set()
+
+
 class Server(HttpServer):
     """The cluster. Tests change its attributes to set up what they need."""
 
@@ -302,6 +345,8 @@ class Server(HttpServer):
         """Ids of the pipeline runs that a user has terminated."""
         self.step_pods: dict[str, str] = {}
         """Phase of each pod of a pipeline step that exists."""
+        self.pods_of_steps: list[StepPod] = []
+        """The same, with their logs."""
         self.lock = threading.RLock()
         self.version = 0
         self._limits: dict[str, int] = {}
@@ -447,8 +492,11 @@ class Server(HttpServer):
             ]  # fmt: skip
             return {"kind": "WorkflowList", "items": [each for each in workflows if _matches(each, query)]}
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
+            if not may(self.allowed, "list", "", "pods"):
+                raise Refused(403, f'pods is forbidden: User "jane" cannot list resource "pods" in API group "" in the '
+                                   f'namespace "{NAMESPACE}"')  # fmt: skip
             with self.lock:
-                pods = [pod.manifest for pods in self.pods.values() for pod in pods]
+                pods = [pod.manifest for pods in [*self.pods.values(), self.pods_of_steps] for pod in pods]
             matching = [pod for pod in pods if _matches(pod, query)]
             return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": matching}
         if path == f"/api/v1/namespaces/{NAMESPACE}/events" and method == "GET":
@@ -520,9 +568,15 @@ class Server(HttpServer):
             return copy.deepcopy(job)
 
     def _stream_log(self, request: BaseHTTPRequestHandler, name: str, query: dict[str, str]) -> None:
-        pod = next((pod for pods in list(self.pods.values()) for pod in pods if pod.name == name), None)
+        if not may(self.allowed, "get", "", "pods/log"):
+            raise Refused(403, f'pods "{name}" is forbidden: User "jane" cannot get resource "pods/log"')
+        every: list[Any] = [*(pod for pods in list(self.pods.values()) for pod in pods), *self.pods_of_steps]
+        pod = next((pod for pod in every if pod.name == name), None)
         if pod is None:
             raise Refused(404, f'pods "{name}" not found')
+        names = [container["name"] for container in pod.manifest["spec"]["containers"]]
+        if query.get("container", names[0] if len(names) == 1 else "") not in names:
+            raise Refused(400, f"a container name must be specified for pod {name}, choose one of: {names}")
         start = pod.restarts - (query.get("previous") == "true")
         if start < 0:
             raise Refused(400, f'previous terminated container "{query.get("container")}" in pod "{name}" not found')
@@ -534,7 +588,7 @@ class Server(HttpServer):
         request.send_header("Content-Type", "text/plain")
         request.send_header("Transfer-Encoding", "chunked")
         request.end_headers()
-        sent, shown = 0, 0
+        sent, shown = max(0, len(pod.lines[start]) - int(query.get("tailLines", 10**9))), 0
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 with pod.changed:

@@ -131,7 +131,7 @@ def log_limits(job: Job, api: Api) -> None:
         )  # fmt: skip
     if not api.account:
         log.warning("train: the job's pods mount the token of the project's default service account: the account %s of "
-                    "deploy/components/trainjob does not exist, or may not be read", ACCOUNT)  # fmt: skip
+                    "deploy/ does not exist, or may not be read", ACCOUNT)  # fmt: skip
 
 
 def build(job: Job, annotations: Mapping[str, str], api: Api) -> dict[str, Any]:

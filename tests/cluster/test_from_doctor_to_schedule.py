@@ -9,6 +9,7 @@ named clustertest-….
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,16 @@ def test_the_cluster_would_accept_the_manifests_in_deploy() -> None:
 
 def test_a_run_succeeds(name: str, parameters: list[str]) -> None:
     done = pipeline("--submit", "--watch", "--timeout", str(RUN_SECONDS), "--run-name", name, *parameters)
-    assert done.returncode == 0 and "/#/runs/details/" in done.stdout
+    assert done.returncode == 0, done.stderr
+    run = re.split(r"[/\s]", done.stdout.strip())[-1]  # the run's address ends in its id
+    status = pipeline("--status", name)
+    assert f"id: {run}" in status.stdout and "state: succeeded" in status.stdout
+    assert name in pipeline("--runs").stdout
+    assert pipeline("--watch", run).returncode == 0
+    assert pipeline("--logs", name).returncode == 0
+    assert pipeline("--retry", name).returncode == 2, "a run that has succeeded is not tried again"
+    exported = pipeline("--export-job", "--run-name", name, *parameters)
+    assert exported.returncode == 0 and f"/shared/models/{name}/recipe.json" in exported.stdout
 
 
 def test_cancelling_another_run_deletes_its_job(name: str, parameters: list[str]) -> None:
@@ -109,6 +119,10 @@ def test_cancelling_another_run_deletes_its_job(name: str, parameters: list[str]
         done = pipeline("--cancel", other)
     assert done.returncode == 0 and "runs ended: 1" in done.stderr
     wait_for(lambda: not tailtune("cancel", other, "--dry-run").stdout.strip(), 600)
+    watched = pipeline("--watch", other, "--timeout", "600")
+    assert watched.returncode == 1 and "the run was cancelled" in watched.stderr
+    assert pipeline("--retry", other).returncode == 0
+    assert "runs ended: 1" in pipeline("--cancel", other).stderr
 
 
 def test_no_orphaned_job_is_left(name: str) -> None:

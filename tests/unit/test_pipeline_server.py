@@ -16,7 +16,6 @@ import pipeline_cli
 import pipeline_server
 from tailtune import images
 from tailtune.errors import UserError
-from tailtune.log import log
 from tailtune.recipe.load import load_recipe
 
 ROOT = Path(pipeline.__file__).parent
@@ -56,7 +55,8 @@ def test_a_second_run_of_a_name_is_refused_while_the_first_is_active(server: Ser
     assert refused.exit_code == 2 and list(server.runs) == [run]
     assert refused.stderr == (
         f"error: run 'mine' is already in progress, as pipeline run {run}; wait for it, end it with "
-        f"python pipeline.py --cancel {run}, or choose another --run-name\n"
+        f"python pipeline.py --cancel {run}, choose another --run-name, or delete the run in the dashboard if its "
+        "workflow is gone\n"
     )
     server.runs[run]["state"] = "FAILED"
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
@@ -102,62 +102,11 @@ def test_a_compiled_file_that_is_out_of_date_is_not_submitted(
     assert result.exit_code == 2 and "run python pipeline.py first" in result.stderr and not server.pipelines
 
 
-@pytest.mark.parametrize(
-    ("states", "status"), [(["RUNNING", "SUCCEEDED"], 0), (["RUNNING", "FAILED"], 1), (["CANCELED"], 1)]
-)
-def test_watching_ends_with_the_run(
-    server: Server, monkeypatch: pytest.MonkeyPatch, states: list[str], status: int
-) -> None:
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
-    server.states = states
-    result = invoke("--submit", "--watch", "--timeout", "30")
-    assert result.exit_code == status, result.stderr
-    assert f"the run {states[-1].lower()}" in result.stderr
-
-
-def test_watching_prints_each_step_once_per_state(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(log, "handlers", [caplog.handler])
-    monkeypatch.setattr(log, "propagate", False)
-    caplog.set_level("INFO", "tailtune")
-    server.states = ["RUNNING", "RUNNING", "RUNNING", "SUCCEEDED"]
-    assert invoke("--submit", "--watch").exit_code == 0
-    assert [message for message in caplog.messages if message.startswith("run: ")] == [
-        "run: resolve-recipe succeeded", "run: train-stage running", "run: train-stage succeeded"
-    ]  # fmt: skip
-
-
 def test_the_steps_are_those_that_run_a_container() -> None:
     assert pipeline_cli.step_names(COMPILED) == {
         "resolve-recipe", "fetch-dataset", "write-parquet", "fetch-model", "train-stage", "evaluate-model",
         "promotion-gate", "write-report", "fail-if-rejected", "stop-jobs",
     }  # fmt: skip
-
-
-def test_a_terminated_run_was_cancelled_although_the_server_calls_it_failed(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert invoke("--submit", "--run-name", "mine").exit_code == 0
-    (run,) = server.runs
-    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
-    client.terminate(client.active_runs("mine"))
-    assert client.watch(run, (), 30) == "CANCELED" and server.runs[run]["state"] == "FAILED"
-
-
-def test_watching_retries_a_failing_server_and_ends_with_the_timeout(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
-    client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
-    invoke("--submit")
-    (run,) = server.runs
-    server.statuses, server.states = [503, 500], ["RUNNING", "SUCCEEDED"]
-    assert client.watch(run, (), None) == "SUCCEEDED"
-    server.states = ["RUNNING"]
-    with pytest.raises(UserError, match=r"the run has not ended after 0 s; see http"):
-        client.watch(run, (), 0.0)
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "log in with oc login"), (403, "check your rights")])
@@ -339,7 +288,7 @@ def test_cancelling_by_display_name_deletes_the_jobs_of_the_run(
         assert by_id.exit_code == 0 and by_id.stdout == "", "another run of that name keeps its job"
         assert invoke("--cancel", "mine").stdout == "job-0\n"
         unknown = invoke("--cancel", "unknown")
-        assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; the dash" in unknown.stderr
+        assert unknown.exit_code == 2 and f"no active run 'unknown' in {NAMESPACE}; see" in unknown.stderr
         kubernetes.allowed = [rule for rule in kubernetes.allowed if rule[1] != "kubeflow.org"]
         ended = invoke("--cancel", "mine")
         assert ended.exit_code == 0 and "runs ended: 1, jobs deleted: 0" in ended.stderr

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,13 @@ import pytest
 from click.testing import CliRunner
 from dashboard_server import dashboard
 from kubernetes.client import ApiClient
-from kubernetes_server import cluster
+from kubernetes_server import StepPod, cluster
 from printed_texts import is_printed, literals
 from test_deploy import DEPLOY, documents, of_kind, render, violations
 
 import pipeline
 import pipeline_cli
+import pipeline_runs
 import pipeline_server
 import tailtune.cli
 from tailtune import images
@@ -399,7 +401,7 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
         assert result.exit_code == 0, result.output
         return {normal(line) for line in result.output.splitlines()}
 
-    monkeypatch.setattr(pipeline_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline_runs, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     caplog.set_level("INFO", "tailtune")
     with dashboard() as server:
@@ -413,6 +415,31 @@ def test_submitting_and_scheduling_print_what_the_runbook_shows(
     assert {normal(line) for line in output_with("the run succeeded")} <= watched
     assert {normal(line) for line in output_with("nightly")} <= scheduled
     assert "survival N-HASH runs as first" in watched
+
+
+def test_the_commands_for_runs_print_what_the_runbook_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: str) -> list[str]:
+        result = CliRunner().invoke(pipeline_cli.main, list(arguments))
+        assert result.exit_code == 0, result.output
+        return [" ".join(normal(line).split()) for line in result.stdout.splitlines()]
+
+    with dashboard() as server, cluster(tmp_path / "cluster") as kubernetes:
+        for name, value in (("ENDPOINT", server.url), ("NAMESPACE", NAMESPACE), ("TOKEN", server.token)):
+            monkeypatch.setenv(f"TAILTUNE_{name}", value)
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+        run("--submit", "--run-name", "first")
+        (first,) = server.runs
+        earlier = (datetime.now(UTC) - timedelta(minutes=14)).isoformat()
+        server.runs[first] |= {"state": "FAILED", "created_at": earlier}
+        server.steps[first] = {"resolve-recipe": "Succeeded", "fetch-model": "Failed", "fetch-dataset": "Succeeded",
+                               "train-stage": "Omitted", "stop-jobs": "Succeeded"}  # fmt: skip
+        end = {"exitCode": 137, "reason": "OOMKilled"}
+        kubernetes.pods_of_steps.append(StepPod(first, "fetch-model", 3, [], end=end))
+        run("--submit", "--run-name", "second")
+        run("--schedule", "every 6 hours", "--schedule-name", "weekly")
+        server.states = ["RUNNING"]
+        assert run("--runs") == [" ".join(normal(line).split()) for line in output_with("SCHEDULE")]
+        assert run("--status", "first") == [" ".join(normal(line).split()) for line in output_with("OOMKilled")]
 
 
 def test_the_gate_prints_what_the_runbook_shows() -> None:
@@ -435,7 +462,7 @@ def test_a_parameter_that_is_refused_says_what_the_runbook_shows() -> None:
 
 # ---- messages ---------------------------------------------------------------------------------------
 
-COMPARED_ABOVE = ("✓ login", "gate passed", "nightly", "unknown key", "the run succeeded")
+COMPARED_ABOVE = ("SCHEDULE", "OOMKilled", "✓ login", "gate passed", "nightly", "unknown key", "the run succeeded")
 OF_OTHERS = set(
     # Kubernetes, OpenShift, the operating system
     "0/4 nodes are available: 4 Insufficient nvidia.com/gpu. | 0/4 nodes are available | 401 Unauthorized |"

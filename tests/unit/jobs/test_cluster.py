@@ -348,7 +348,7 @@ def test_a_retried_step_adopts_the_running_job(server: Server, tmp_path: Path, s
     )
     (tmp_path / "progress.json").write_text("of the running job")
     with pytest.raises(JobFailed):  # the pods are killed: the adopted job fails, and no other one is created
-        run(make_job("long", progress_path=tmp_path / "progress.json"))
+        run(make_job("long", labels=MANAGED, progress_path=tmp_path / "progress.json"))
     timer.join()
     assert "already exists and is" in shown() and (tmp_path / "progress.json").is_file()
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1

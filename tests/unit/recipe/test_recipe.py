@@ -120,8 +120,10 @@ def test_names_that_no_volume_can_have_are_refused(overrides: dict[str, str], me
         with_overrides(load_recipe("survival"), overrides)
 
 
-TEXTS = ("base_model", "model_revision", "data_source", "gpu", "queue", "pipeline_image", "trainer_image", "training_data_pvc", "trained_models_pvc",
-         "workspace_pvc", "hf_secret", "s3_secret", "ca_secret")  # fmt: skip
+TEXTS = (
+    "base_model", "model_revision", "data_source", "gpu", "queue", "pipeline_image", "trainer_image",
+    "training_data_pvc", "trained_models_pvc", "workspace_pvc", "hf_secret", "s3_secret", "ca_secret",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
