@@ -1,5 +1,6 @@
 """Runs on the pipeline server, for people: list them, show one and why it failed, watch it, read its logs, retry it."""
 
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ PODS_SECONDS = 60.0
 """How often --watch looks at the pods."""
 WAITING_SECONDS = 120.0
 """A pod that has waited for longer is worth a line."""
+_print_lock = threading.Lock()
 API_SECONDS = 20.0
 """How long to keep trying to reach the cluster's API, which is only needed for pods and their logs."""
 
@@ -283,13 +285,18 @@ def show_logs(name: str, server: PipelineServer, *, follow: bool) -> None:
 def _start_log(cluster: KubernetesClient, pod: StepPod, *, follow: bool) -> PodLog:
     """Start to print a pod's log; a log that is not followed has been printed when this returns."""
     log.info("run: log of %s, attempt %d, pod %s", pod.step, pod.attempt, pod.name)
-    pod_log = PodLog(lambda: cluster.core, cluster.namespace, pod.name, CONTAINER, click.echo)
+    pod_log = PodLog(lambda: cluster.core, cluster.namespace, pod.name, CONTAINER, _print_line)
     if pod.has_ended or not follow:
         pod_log.end()
     pod_log.start()
     if pod.has_ended or not follow:
         pod_log.join()
     return pod_log
+
+
+def _print_line(line: str) -> None:
+    with _print_lock:  # two logs may print at once, and a text stream would lose lines
+        click.echo(line)
 
 
 def retry(name: str, server: PipelineServer) -> str:

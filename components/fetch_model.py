@@ -13,8 +13,8 @@ def fetch_model(run: str) -> str:
     """Return the directory of the base model."""
     from tailtune.fetch.certificates import trust_mounted_certificates
     from tailtune.fetch.model import base_model_path, provide_base_model
+    from tailtune.jobs.kubernetes import claim
     from tailtune.log import log, step
-    from tailtune.owner import claim
     from tailtune.run import Run
 
     with step("model"):
@@ -23,6 +23,7 @@ def fetch_model(run: str) -> str:
         if this.recipe.model.base_model == "small" or this.recipe.data.skip_unchanged:
             log.info("model: left to the train step")
         else:
-            claim(this)
+            if not this.local:
+                claim(this)
             provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir)
         return str(base_model_path(this))

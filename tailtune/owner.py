@@ -11,13 +11,6 @@ WORKFLOW_GONE = "delete the run in the dashboard if its workflow is gone"
 """Remedy for a run whose workflow somebody has deleted: for the pipeline server, it is RUNNING for ever."""
 
 
-def claim(run: Run) -> None:
-    """Make this pipeline run the owner of the run's directories. Raises UserError while another active one is."""
-    from tailtune.jobs.kubernetes import pipeline_run_is_active
-
-    take_ownership(run, pipeline_run_is_active)
-
-
 def take_ownership(run: Run, is_active: Callable[[str], bool]) -> None:
     """Make this pipeline run the owner of the run's directories.
 

@@ -8,7 +8,6 @@ from tailtune.errors import UserError
 from tailtune.files import free_bytes, read_json, write_json
 from tailtune.imports import INSTALL_TRAIN, uncollected
 from tailtune.log import log
-from tailtune.owner import claim
 from tailtune.recipe.load import parse_recipe, with_overrides
 from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
@@ -81,6 +80,8 @@ def claim_directories(run: Run) -> None:
         earlier = Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe
         refuse_other_settings(earlier, run.recipe, run.models_dir)
     if not run.local:
+        from tailtune.jobs.kubernetes import claim
+
         claim(run)
         directories = ((MOUNTS[name], getattr(run, name)) for name in MOUNTS)
         free = ", ".join(f"{mount} {free_bytes(path) / 1e9:.0f} GB" for mount, path in directories)

@@ -12,7 +12,9 @@ from urllib3.exceptions import HTTPError
 
 from tailtune.errors import UserError, one_line
 from tailtune.log import log
+from tailtune.owner import take_ownership
 from tailtune.retry import TEMPORARY_STATUSES, retry
+from tailtune.run import Run
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API_SECONDS = 600
@@ -222,6 +224,11 @@ class KubernetesClient:
 def pipeline_run_is_active(run_id: str) -> bool:
     """Whether a run of the pipeline server in this namespace has not ended."""
     return KubernetesClient().pipeline_run_is_active(run_id)
+
+
+def claim(run: Run) -> None:
+    """Make this pipeline run the owner of the run's directories. Raises UserError while another active one is."""
+    take_ownership(run, pipeline_run_is_active)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -18,7 +18,6 @@ from tailtune.jobs.job import (
 )
 from tailtune.log import log
 from tailtune.manifest import read_manifest
-from tailtune.owner import claim
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import refuse_other_checkpoints, training_key
 
@@ -37,6 +36,8 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} contains no complete Parquet file", "run the parquet step first")
     if run.pipeline_run:  # an older run may have been retried meanwhile, from this step on
+        from tailtune.jobs.kubernetes import claim
+
         claim(run)
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "base_model=small", "data_source=embedded", "epochs=1", "num_nodes=2", "ranks_per_node=1",
     "model.small.pretrain_steps=20", "evaluation.num_generated_answers=4", "generation.max_new_tokens=8",
-    'resources.gpu=""', 'resources.cpu="2"', 'resources.cpu_request="1"', "resources.memory=4Gi",
-    "resources.memory_request=2Gi", "gate.0.threshold=9", "gate.1.threshold=9", "gate.2.threshold=0",
+    'gpu=""', 'resources.cpu="2"', "resources.cpu_request=200m", "resources.memory=4Gi",
+    "resources.memory_request=1Gi", "gate.0.threshold=9", "gate.1.threshold=9", "gate.2.threshold=0",
 )  # fmt: skip
 """Parameters of a run that needs few resources and passes its gate."""
 RUN_SECONDS = 3600

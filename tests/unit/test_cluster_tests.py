@@ -50,4 +50,4 @@ def test_they_pass_on_a_cluster_without_problems(tmp_path: Path, monkeypatch: py
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout and "neither oc nor kubectl is installed" in done.stdout
     assert len(pipelines.terminated) == 3 and not kubernetes.jobs and not pipelines.recurring
-    assert all(b"accelerator" not in file for file in pipelines.files.values()), "the runs need no GPU"
+    assert all(run["runtime_config"]["parameters"]["gpu"] == "" for run in pipelines.runs.values())

@@ -353,7 +353,9 @@ def test_the_logs_of_the_steps_are_printed_in_order(server: Server, kubernetes: 
     assert lines[2:] == ["run: the pod of resolve-recipe is gone, and its log with it"]
 
 
-def test_logs_are_followed_to_the_runs_end(server: Server, kubernetes: Cluster) -> None:
+def test_logs_are_followed_to_the_runs_end(
+    server: Server, kubernetes: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = submit(server, state="RUNNING")
     pod = StepPod(run, "train-stage", 1, ["begins"], phase="Running")
     kubernetes.pods_of_steps.append(pod)
@@ -371,12 +373,11 @@ def test_logs_are_followed_to_the_runs_end(server: Server, kubernetes: Cluster) 
 
     thread = threading.Thread(target=go_on)
     thread.start()
-    result = invoke("--logs", run, "--follow")
+    pipeline_cli.main(["--logs", run, "--follow"], standalone_mode=False)  # click's runner is not made for threads
     thread.join()
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout == "begins\ngoes on\njudges\n"
-    again = invoke("--logs", run)
-    assert again.stdout == "begins\ngoes on\njudges\n"
+    assert capsys.readouterr().out == "begins\ngoes on\njudges\n"
+    pipeline_cli.main(["--logs", run], standalone_mode=False)
+    assert capsys.readouterr().out == "begins\ngoes on\njudges\n"
 
 
 # ---- --retry ----
