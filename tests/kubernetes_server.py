@@ -43,7 +43,7 @@ REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
            "localsubjectaccessreviews": "V1LocalSubjectAccessReview"}  # fmt: skip
 OBJECT = re.compile(
     r"/(?:api/v1|apis/([a-z0-9.-]+)/v[0-9a-z]+)/namespaces/([a-z0-9-]+)/"
-    r"(secrets|resourcequotas|serviceaccounts|imagestreamtags|localqueues|datasciencepipelinesapplications)"
+    r"(secrets|resourcequotas|limitranges|serviceaccounts|imagestreamtags|localqueues|datasciencepipelinesapplications)"
     r"(?:/([^/]+))?"
 )
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -461,7 +461,9 @@ class Server(HttpServer):
         if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims/([^/]+)", path):
             if match[1] not in self.claims:
                 raise Refused(404, f'persistentvolumeclaims "{match[1]}" not found')
-            return {"kind": "PersistentVolumeClaim", "apiVersion": "v1", "metadata": {"name": match[1]},
+            annotations = {"volume.kubernetes.io/selected-node": "node-7"}
+            return {"kind": "PersistentVolumeClaim", "apiVersion": "v1",
+                    "metadata": {"name": match[1], "annotations": annotations},
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
         reviews = re.fullmatch(rf"/apis/authorization.k8s.io/v1/(?:namespaces/{NAMESPACE}/)?(\w+accessreviews)", path)

@@ -30,6 +30,8 @@ OLDEST_SERVER = Version("2.14.3")
 """Kubeflow Pipelines' version that compiled files need; OpenShift AI 3.0 has it."""
 INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
 SERVER_TIMEOUT_SECONDS = 20.0
+SELECTED_NODE = "volume.kubernetes.io/selected-node"
+"""Annotation of a claim whose volume was made for the node of the first pod: kubernetes, pkg/volume."""
 
 
 def cluster_findings(cluster: KubernetesClient, recipe: Recipe, images: Sequence[str] = ()) -> Iterator[Finding]:
@@ -227,10 +229,12 @@ def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
         elif num_nodes > 1 and "ReadWriteMany" not in modes:
             message = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
             yield Finding(check, BLOCKS, message, "give it a class with ReadWriteMany in deploy/")
-        elif "ReadWriteMany" not in modes:
+        elif "ReadWriteMany" not in modes and not recipe.resources.node_selector:
+            node = (claim.metadata.annotations or {}).get(SELECTED_NODE, "NODE")
             message = f"is {', '.join(modes)}: steps and training wait forever if they are scheduled on different nodes"
-            yield Finding(check, WARNING, message, "give it a class with ReadWriteMany in deploy/, or pin both to one "
-                                                   "node with -p resources.node_selector=")  # fmt: skip
+            one_node = f"-p 'resources.node_selector={{kubernetes.io/hostname: {node}}}'"
+            fix = f"put all on one node with {one_node}, or give it a class with ReadWriteMany in deploy/"
+            yield Finding(check, BLOCKS, message, fix)
         else:
             free = f", {shutil.disk_usage(path).free / GIGABYTE:.0f} GB free" if Path(path).is_dir() else ""
             yield Finding(check, OK, f"{phase}, {size}, {', '.join(modes)}{free}")
@@ -256,19 +260,22 @@ def _queue(cluster: KubernetesClient, recipe: Recipe, groups: Sequence[client.V1
 
 
 def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check that the job's pods fit: needing more than the limit blocks, needing more than is free now is a warning."""
+    """Check that the job's pods fit next to the step that waits for them, and that no container is too large.
+
+    Needing more than the limit blocks; needing more than is free now is a warning.
+    """
     resources, num_nodes = recipe.resources, recipe.resources.num_nodes
-    needs = {  # of one pod, by the names of quotas
-        "pods": "1",
-        "requests.cpu": resources.cpu_request,
-        "cpu": resources.cpu_request,
-        "limits.cpu": resources.cpu,
-        "requests.memory": resources.memory_request,
-        "memory": resources.memory_request,
-        "limits.memory": resources.memory,
+    needs = {  # of one pod of the job, and of the step, by the names of quotas
+        "pods": ("1", "1"),
+        "requests.cpu": (resources.cpu_request, resources.step_cpu_request),
+        "cpu": (resources.cpu_request, resources.step_cpu_request),
+        "limits.cpu": (resources.cpu, resources.step_cpu),
+        "requests.memory": (resources.memory_request, resources.step_memory_request),
+        "memory": (resources.memory_request, resources.step_memory_request),
+        "limits.memory": (resources.memory, resources.step_memory),
     }
     if resources.gpu:
-        needs[f"requests.{resources.gpu}"] = str(resources.ranks_per_node)
+        needs[f"requests.{resources.gpu}"] = str(resources.ranks_per_node), "0"
     quotas = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_resource_quota(namespace), "")
     if isinstance(quotas, int):
         yield _unread("quota", quotas, f"oc get resourcequota -n {cluster.namespace}")
@@ -278,18 +285,39 @@ def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
         if quota.spec and (quota.spec.scopes or quota.spec.scope_selector):  # applies to some pods, maybe not to ours
             continue
         hard, used = quota.status.hard or {}, quota.status.used or {}
-        for name, per_pod in needs.items():
+        for name, (per_pod, per_step) in needs.items():
             if name not in hard:
                 continue
-            need, limit = num_nodes * parse_quantity(per_pod), parse_quantity(hard[name])
+            need, limit = num_nodes * parse_quantity(per_pod) + parse_quantity(per_step), parse_quantity(hard[name])
             if need > limit - parse_quantity(used.get(name, "0")):
-                message = f"{name}: {num_nodes} x {per_pod} needed, {used.get(name, '0')} of {hard[name]} used"
+                step = "" if per_step == "0" else f" and {per_step} for the step"
+                message = f"{name}: {num_nodes} x {per_pod}{step} needed, {used.get(name, '0')} of {hard[name]} used"
                 short[message] = BLOCKS if need > limit else WARNING
     if short:
         yield Finding("quota", BLOCKS if BLOCKS in short.values() else WARNING, "; ".join(short),
                       "free some, ask for more, or lower -p num_nodes= and resources.*")  # fmt: skip
     else:
         yield Finding("quota", OK, f"room for {num_nodes} pods" if quotas.items else "the project has none")
+    yield from _limit_ranges(cluster, recipe)
+
+
+def _limit_ranges(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
+    """Check the largest container that the project allows. Its default limits do not matter: all containers have limits.
+
+    An account that may not read limit ranges is not a finding: they are rare.
+    """
+    ranges = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_limit_range(namespace), "")
+    if isinstance(ranges, int):
+        return
+    for limit in (each for item in ranges.items for each in item.spec.limits if each.type in ("Container", "Pod")):
+        for resource in ("cpu", "memory"):
+            asked = max(getattr(recipe.resources, resource), getattr(recipe.resources, f"step_{resource}"),
+                        key=parse_quantity)  # fmt: skip
+            largest = (limit.max or {}).get(resource)
+            if largest and parse_quantity(asked) > parse_quantity(largest):
+                message = f"a {limit.type.lower()} may have at most {largest} of {resource}, and {asked} are asked for"
+                fix = f"lower -p resources.{resource}= and resources.step_{resource}=, or ask for more"
+                yield Finding("limit range", BLOCKS, message, fix)
 
 
 def _secrets(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:

@@ -98,7 +98,8 @@ def test_compiling_repairs_a_drift(compiled_copy: Path, compiled: str) -> None:
 
 
 def test_compiled_files_do_not_depend_on_the_machine(compiled: str, specification: dict[str, Any]) -> None:
-    """They contain no path of this checkout, and no image tag that may change its content."""
+    """They contain no path of this checkout, no project or registry, and no image tag that may change its content."""
+    assert "lyric-professor" not in compiled and "image-registry" not in compiled
     assert ":latest" not in compiled
     assert str(ROOT) not in compiled and str(Path.home()) not in compiled
     assert json.loads(inputs(specification)["recipe"]["defaultValue"])["local"] == {}

@@ -67,7 +67,7 @@ def allow(server: Server, *rights: tuple[str, str, str]) -> None:
 
 def quota(server: Server, hard: str, used: str) -> None:
     name = "requests.nvidia.com/gpu"
-    status = {"hard": {name: hard, "limits.cpu": "100"}, "used": {name: used, "limits.cpu": "76"}}
+    status = {"hard": {name: hard, "limits.cpu": "100"}, "used": {name: used, "limits.cpu": "74"}}
     server.objects["resourcequotas", "lyric-professor/gpus"] = {"status": status}
 
 
@@ -146,10 +146,30 @@ def test_one_runtime_is_enough_for_a_trainjob(server: Server, runtime: str) -> N
         assert result.exit_code == 0 and f"{runtime} is available, and will be used" in result.output
 
 
-def test_a_read_write_once_volume_is_a_warning_for_one_node(server: Server) -> None:
+def test_read_write_once_volumes_need_one_node_for_all_steps(server: Server) -> None:
     server.access_mode = "ReadWriteOnce"
     result = invoke("-p", "num_nodes=1")
-    assert result.exit_code == 0 and "if they are scheduled on different nodes" in result.output
+    assert result.exit_code == 1 and "wait forever if they are scheduled on different nodes" in result.output
+    assert "-p 'resources.node_selector={kubernetes.io/hostname: node-7}'" in result.output
+    pinned = invoke("-p", "num_nodes=1", "-p", "resources.node_selector={kubernetes.io/hostname: node-7}")
+    assert pinned.exit_code == 0 and "Bound, 20Gi, ReadWriteOnce" in pinned.output
+
+
+def test_the_step_that_waits_needs_room_beside_the_job(server: Server) -> None:
+    status = {"hard": {"pods": "5", "limits.cpu": "24"}, "used": {"pods": "1", "limits.cpu": "0"}}
+    server.objects["resourcequotas", "lyric-professor/pods"] = {"status": status}
+    output = invoke().output
+    assert "pods: 4 x 1 and 1 for the step needed, 1 of 5 used" in output
+    assert "limits.cpu: 4 x 6 and 2 for the step needed, 0 of 24 used" in output, "the job alone would fit"
+
+
+@pytest.mark.parametrize(("largest", "blocks"), [("16Gi", True), ("20Gi", False)])
+def test_a_container_must_not_be_larger_than_the_project_allows(server: Server, largest: str, blocks: bool) -> None:
+    limit = {"type": "Container", "max": {"memory": largest}, "default": {"memory": "512Mi"}}
+    server.objects["limitranges", "lyric-professor/sizes"] = {"spec": {"limits": [limit]}}
+    result = invoke()
+    message = "a container may have at most 16Gi of memory, and 20Gi are asked for"
+    assert (message in result.output) is blocks and (result.exit_code == 1) is blocks
 
 
 def test_a_missing_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
