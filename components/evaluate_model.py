@@ -13,14 +13,13 @@ def evaluate_model(run: str, data_dir: str, tuned_model_dir: str, metrics: Outpu
     from pathlib import Path
 
     from tailtune.evaluate import evaluate_models
-    from tailtune.fetch.model import base_model_path
     from tailtune.log import step
     from tailtune.run import DATA_FILE, Run
 
     with step("evaluate"):
         this = Run.from_json(run)
         data, tuned = Path(data_dir) / DATA_FILE, Path(tuned_model_dir)
-        document = evaluate_models(this.recipe, data, base_model_path(this), tuned, this.evaluation_path)
+        document = evaluate_models(this.recipe, data, this.base_model_path, tuned, this.evaluation_path)
         for name, value in document["metrics"].items():
             if math.isfinite(value):
                 metrics.log_metric(name, value)

@@ -12,18 +12,17 @@ from tailtune import images
 def fetch_model(run: str) -> str:
     """Return the directory of the base model."""
     from tailtune.fetch.certificates import trust_mounted_certificates
-    from tailtune.fetch.model import base_model_path, provide_base_model
-    from tailtune.jobs.kubernetes import claim
-    from tailtune.log import log, step
+    from tailtune.fetch.model import provide_base_model
+    from tailtune.log import step
     from tailtune.run import Run
 
     with step("model"):
         trust_mounted_certificates()
         this = Run.from_json(run)
-        if this.recipe.model.base_model == "small" or this.recipe.data.skip_unchanged:
-            log.info("model: left to the train step")
-        else:
+        if this.recipe.model.base_model != "small" and not this.recipe.data.skip_unchanged:
             if not this.local:
+                from tailtune.jobs.kubernetes import claim
+
                 claim(this)
             provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir)
-        return str(base_model_path(this))
+        return str(this.base_model_path)

@@ -12,13 +12,12 @@ def write_report(run: str, tuned_model_dir: str, report: Output[HTML]) -> str:
     import shutil
     from pathlib import Path
 
-    from tailtune.fetch.model import base_model_path
     from tailtune.log import step
     from tailtune.report.collect import write_report
     from tailtune.run import Run
 
     with step("report"):
         this = Run.from_json(run)
-        path = write_report(this, base_model_path(this), Path(tuned_model_dir))
+        path = write_report(this, this.base_model_path, Path(tuned_model_dir))
         shutil.copyfile(path, report.path)
         return str(path)

@@ -64,7 +64,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
         raise UserError("the question is empty", "write one in quotes")
     require_train("ask")
     run = _load_run(run_dir)
-    models = {"base": _base_model_dir(run), "tuned": run.best_model_dir}
+    models = {"base": run.base_model_path, "tuned": run.best_model_dir}
     chosen = ["base", "tuned"] if which == "both" else [which]
     for name in chosen:
         if not (models[name] / "config.json").is_file():
@@ -233,9 +233,3 @@ def _find_run(directory: Path) -> Path:
             return path
     names = sorted(path.parents[1].name for path in Path("runs").glob("*/workspace/run.json"))
     raise UserError(f"{directory} contains no run", f"there are: {', '.join(names) or 'none in runs/'}")
-
-
-def _base_model_dir(run: Run) -> Path:
-    """Return the directory of the run's base model: the one that the recipe names, or the run's own copy."""
-    named = Path(run.recipe.model.base_model).expanduser()
-    return named if named.is_dir() else run.base_model_dir

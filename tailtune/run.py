@@ -55,6 +55,12 @@ class Run(Config):
         return self.models_dir / "base_model"
 
     @property
+    def base_model_path(self) -> Path:
+        """Where the base model is, or will be: the directory that the recipe names, or this run's own."""
+        named = self.recipe.model.directory
+        return named.resolve() if named else self.base_model_dir
+
+    @property
     def best_model_dir(self) -> Path:
         return self.models_dir / "best_model"
 

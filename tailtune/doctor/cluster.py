@@ -302,7 +302,7 @@ def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _limit_ranges(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check the largest container that the project allows. Its default limits do not matter: all containers have limits.
+    """Check the largest container that the project allows. Defaults do not matter: all containers have limits.
 
     An account that may not read limit ranges is not a finding: they are rare.
     """

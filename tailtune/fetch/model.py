@@ -20,7 +20,7 @@ from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest
 from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
-from tailtune.run import DATA_FILE, Run
+from tailtune.run import DATA_FILE
 from tailtune.shared_cache import use_entry
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -35,26 +35,15 @@ def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_di
     name = recipe.model.base_model
     if name == "small":
         return _provide_small_model(recipe, data_dir, directory, cache_dir)
-    if path := _own_directory(recipe):
+    if path := recipe.model.directory:
         if not (path / "config.json").is_file():
             raise UserError(f"base_model {path} contains no config.json", "give the directory of a Transformers model")
         log.info("model: %s is used in place", path)
-        return path
+        return path.resolve()
     if not HUB_NAME.fullmatch(name):
         problem = f"base_model '{name}' is neither a directory nor a hub name"
         raise UserError(problem, "give OWNER/NAME, a path, or small")
     return fetch_model(name, directory, revision=recipe.model.revision)
-
-
-def base_model_path(run: Run) -> Path:
-    """Return where the run's base model is, or will be."""
-    return _own_directory(run.recipe) or run.base_model_dir
-
-
-def _own_directory(recipe: Recipe) -> Path | None:
-    """The directory that the recipe names as its base model; None when it names another kind of model."""
-    path = Path(recipe.model.base_model).expanduser()
-    return path.resolve() if recipe.model.base_model != "small" and path.is_dir() else None
 
 
 def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None) -> Path:
@@ -124,7 +113,7 @@ def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
     manifest = read_manifest(directory)
     facts = manifest["facts"] if manifest else {}
     small = recipe.model.base_model == "small"
-    kind = "small" if small else "directory" if Path(recipe.model.base_model).expanduser().is_dir() else "hub"
+    kind = "small" if small else "directory" if recipe.model.directory else "hub"
     description = {"name": recipe.model.base_model, "kind": kind, "note": str(facts.get("note", ""))}
     if small and recipe.model.small:
         description["name"] = f"small {recipe.model.small.model_type}"

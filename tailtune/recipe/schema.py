@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -81,6 +82,12 @@ class Model(Config):
     revision: str = "main"
     """Branch, tag or commit on the hub. The commit is recorded at the first fetch, and later fetches keep it."""
     small: SmallModel | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that `base_model` names, if it is one."""
+        path = Path(self.base_model).expanduser()
+        return path if self.base_model != "small" and path.is_dir() else None
 
     @model_validator(mode="after")
     def _small_is_described(self) -> "Model":

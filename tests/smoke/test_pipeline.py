@@ -83,6 +83,11 @@ def test_the_whole_pipeline_and_again(tmp_path: Path) -> None:
     answers = json.loads((directory / "models" / "demo_outputs" / "answers.json").read_text())["answers"]
     assert len(answers) == 5 and set(answers[0]) == {"question", "base", "tuned"}
 
+    command = [sys.executable, "-c", "from tailtune.cli import main; main()", "ask", "What is it?", "--model", "both"]
+    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0 and asked.stderr.splitlines()[0] == "run first", asked.stderr
+    assert asked.stdout.startswith("base:\n") and "\ntuned:\n" in asked.stdout
+
     # the same data in another run: nothing to train, when the recipe says so
     code, out, err = run(tmp_path, "--recipe", str(recipe), "--run-name", "again", "-p", "data.skip_unchanged=true")
     assert code == 0, err

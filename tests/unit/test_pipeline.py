@@ -189,6 +189,20 @@ def container_resources(compiled: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def test_pages_and_metrics_are_artifacts_that_the_dashboard_shows(specification: dict[str, Any]) -> None:
+    shown = {
+        (step.removeprefix("comp-"), name): artifact["artifactType"]["schemaTitle"]
+        for step, component in specification["components"].items()
+        for name, artifact in component.get("outputDefinitions", {}).get("artifacts", {}).items()
+    }
+    assert shown == {
+        ("write-parquet", "facts"): "system.Metrics", ("write-parquet", "note"): "system.Markdown",
+        ("train-stage", "summary"): "system.Metrics", ("evaluate-model", "metrics"): "system.Metrics",
+        ("promotion-gate", "page"): "system.Markdown", ("promotion-gate", "verdict"): "system.Artifact",
+        ("write-report", "report"): "system.HTML",
+    }  # fmt: skip
+
+
 def test_every_step_asks_for_cpu_and_memory(compiled: str) -> None:
     """A quota may demand it, and a small default limit would kill a step that imports torch."""
     resources = load_recipe("survival").resources

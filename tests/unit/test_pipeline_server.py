@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 from dashboard_server import Server, dashboard
 from http_server import NAMESPACE
-from kubernetes_server import cluster
+from https_server import make_certificate, wrap
+from kubernetes_server import ADMIN_ROLE, cluster
 
 import pipeline
 import pipeline_cli
@@ -60,6 +61,28 @@ def test_a_second_run_of_a_name_is_refused_while_the_first_is_active(server: Ser
     )
     server.runs[run]["state"] = "FAILED"
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
+
+
+def test_a_run_is_submitted_after_oc_login_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Project and token are those of the login, the address is the DSPA's route, whose certificate is the router's."""
+    public, private = make_certificate(tmp_path)
+    dspas = "datasciencepipelinesapplications"
+    with dashboard() as server, cluster(tmp_path / "cluster") as kubernetes:
+        wrap(server.http, public, private)
+        kubernetes.person = [*ADMIN_ROLE, ("list", f"{dspas}.opendatahub.io", dspas)]
+        route = {"externalUrl": server.url.replace("http:", "https:")}
+        kubernetes.objects[dspas, f"{NAMESPACE}/dspa"] = {"metadata": {"name": "dspa"},
+                                                          "status": {"components": {"apiServer": route}}}  # fmt: skip
+        server.token = kubernetes.token
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+        monkeypatch.setattr(pipeline_server, "RETRY_SECONDS", 1)
+        untrusted = invoke("--submit", "--run-name", "mine")
+        assert untrusted.exit_code == 2 and "TAILTUNE_CA_FILE" in untrusted.stderr and not server.runs
+        monkeypatch.setenv("TAILTUNE_CA_FILE", str(public))
+        result = invoke("--submit", "--run-name", "mine")
+        assert result.exit_code == 0, result.stderr
+        (run,) = server.runs.values()
+        assert result.stdout == f"{run['run_id']}\n"
 
 
 @pytest.mark.parametrize("mode", [["--submit"], ["--schedule", "0 2 * * *"], ["--schedule", "0 2 * * *", "--latest"]])
