@@ -16,7 +16,7 @@ DIRECTORIES = {name: f"{path}/{{run}}" for name, path in MOUNTS.items()}
 RETRY_WINDOW = "604800s"
 """Counted from the start of a step's first attempt: after it, Argo ends a running attempt and starts no other."""
 SECRETS_DIR = "/etc/tailtune"
-"""Where the steps that fetch see the keys of the secrets as files."""
+"""Where the steps that may fetch see the keys of the secrets as files."""
 SECRET_FILES = {"HF_TOKEN_PATH": f"{SECRETS_DIR}/hf/token", "TAILTUNE_S3_SECRET_DIR": f"{SECRETS_DIR}/s3",
                 "TAILTUNE_CA_FILE": f"{SECRETS_DIR}/ca/ca-bundle.crt"}  # fmt: skip
 
@@ -79,7 +79,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         secrets = dict(hf_secret=hf_secret, s3_secret=s3_secret, ca_secret=ca_secret)
         placement = dict(num_nodes=num_nodes, ranks_per_node=ranks_per_node, gpu=gpu, queue=queue)
 
-        # However the run ends, see to what is left of its training job.
+        # However the run ends: delete its training job if somebody ended it.
         end = stop_jobs(job_id=job_id) if cluster else None
         with dsl.ExitHandler(end, name="run") if end else nullcontext():
             # Fold the parameters into the recipe and check all of it. On a cluster, look for what would stop the run.
@@ -92,11 +92,13 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             )  # fmt: skip
             run = resolved.output
 
-            # Fetch the base model to the model volume, and side by side the data set to the data volume.
-            base = fetch_model(run=run)
+            # Fetch the data set to the data volume.
             raw = fetch_dataset(run=run)
 
-            # Convert it to one Parquet file. No directory means that a promoted run has trained on the same data.
+            # Fetch the base model to the model volume, while the data is converted.
+            base = fetch_model(run=run).after(raw)
+
+            # Convert the data to one Parquet file. No directory means that a promoted run has trained on the same data.
             data = write_parquet(run=run, source=raw.output)
             data_directory = data.outputs["Output"]
             with dsl.If(data_directory != "", name="new-data"):
@@ -126,7 +128,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
         models = (evaluation, report)
         for task in (end, *steps):
             task.set_container_image(trainer_image if task in models else pipeline_image)
-            _place(task, resources, loads_models=task in models)
+            _place(task, resources, loads_models=task in models, is_last=task is end)
         for task in models:
             task.set_accelerator_type(gpu).set_accelerator_limit(1)
         for task in steps[1:]:  # a missing volume must not block the first step, which reports it
@@ -146,8 +148,11 @@ def _mount_volumes(task: Any, training_data_pvc: Any, trained_models_pvc: Any, w
         kubernetes.mount_pvc(task, pvc_name=claim, mount_path=MOUNTS[directory])
 
 
-def _place(task: Any, resources: Resources, *, loads_models: bool) -> None:
-    """Ask for CPU and memory, as quotas may demand; choose nodes and the queue as for the training job."""
+def _place(task: Any, resources: Resources, *, loads_models: bool, is_last: bool) -> None:
+    """Ask for CPU and memory, as quotas may demand; choose nodes and the queue as for the training job.
+
+    The last step does not queue, because it may have to free what others wait for.
+    """
     from kfp import kubernetes
 
     if loads_models:
@@ -160,7 +165,7 @@ def _place(task: Any, resources: Resources, *, loads_models: bool) -> None:
         kubernetes.add_toleration(task, **toleration)
     for label, value in resources.node_selector.items():
         kubernetes.add_node_selector(task, label_key=label, label_value=value)
-    if resources.queue:
+    if resources.queue and not is_last:
         kubernetes.add_pod_label(task, QUEUE_LABEL, resources.queue)
 
 

@@ -1,6 +1,6 @@
-"""Fetch the base model to the model volume, while the data is fetched.
+"""Fetch the base model to the model volume, while the data is converted.
 
-A model that is made from the data, or of a run that may find no new data, is left to the train step.
+A model built from the data, or that of a run that may find no new data, is left to the train step.
 """
 
 from kfp import dsl
@@ -20,9 +20,5 @@ def fetch_model(run: str) -> str:
         trust_mounted_certificates()
         this = Run.from_json(run)
         if this.recipe.model.base_model != "small" and not this.recipe.data.skip_unchanged:
-            if not this.local:
-                from tailtune.jobs.kubernetes import claim
-
-                claim(this)
             provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir)
         return str(this.base_model_path)

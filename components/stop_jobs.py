@@ -1,4 +1,4 @@
-"""Delete what is left of a run's training jobs when the run was ended by someone."""
+"""Delete what is left of a run's training jobs after somebody has ended the run."""
 
 from kfp import dsl
 
@@ -7,7 +7,7 @@ from tailtune import images
 
 @dsl.component(base_image=images.PIPELINE, install_kfp_package=False)
 def stop_jobs(job_id: str) -> None:
-    """Delete the jobs that this pipeline run has left, unless it failed by itself: they then go on training."""
+    """Delete the jobs of this pipeline run, unless it failed by itself: they then keep training."""
     from tailtune.jobs.cleanup import NotAllowedToListError, end_of_run
     from tailtune.jobs.kubernetes import KubernetesClient
     from tailtune.log import log, step

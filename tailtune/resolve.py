@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
-from tailtune.files import free_bytes, read_json, write_json
+from tailtune.files import free_bytes, write_json
 from tailtune.imports import INSTALL_TRAIN, uncollected
 from tailtune.log import log
-from tailtune.recipe.load import parse_recipe, with_overrides
+from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_recipe, with_local_overlay, with_overrides
 from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
 from tailtune.run import MOUNTS, RUN_NAME, Run
 from tailtune.train.arguments import check_trainer_arguments, check_trainer_values
@@ -45,6 +45,8 @@ def resolve_run(
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
     if local and recipe.resources.num_nodes != 1:
         raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node", "set num_nodes=1")
+    if not _has_built_in_training(recipe):
+        check_recipe(recipe)
     templates = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
     for field, template in templates.items():
         if not local and not (template.startswith(f"{MOUNTS[field]}/") and template.endswith("/{run}")):
@@ -70,12 +72,9 @@ def resolve_run(
 def claim_directories(run: Run) -> None:
     """Make the directories those of this run, and write `run.json`, before a step writes data.
 
-    Trainer arguments are checked, unless they were when `run.json` was written. Raises UserError for wrong ones, for
-    checkpoints that were made with other settings, and while another run of the same name is in progress.
+    Raises UserError for checkpoints that were made with other settings, and while another run of the same name is in
+    progress.
     """
-    content = run.model_dump(mode="json")
-    if (read_json(run.run_path) or {}).get("recipe") != content["recipe"]:
-        check_recipe(run.recipe)
     if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
         earlier = Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe
         refuse_other_settings(earlier, run.recipe, run.models_dir)
@@ -86,7 +85,25 @@ def claim_directories(run: Run) -> None:
         directories = ((MOUNTS[name], getattr(run, name)) for name in MOUNTS)
         free = ", ".join(f"{mount} {free_bytes(path) / 1e9:.0f} GB" for mount, path in directories)
         log.info("free on the volumes: %s", free)
-    write_json(run.run_path, content)
+    write_json(run.run_path, run.model_dump(mode="json"))
+
+
+def _has_built_in_training(recipe: Recipe) -> bool:
+    """Whether the trainer arguments are those of a built-in recipe, apart from the run parameters.
+
+    The tests have checked these, so a run need not import TRL for it, which takes long in a small pod.
+    """
+    if recipe.name not in list_recipes():
+        return False
+    built_in = load_recipe(recipe.name)
+    checked = [_fixed_arguments(each) for each in (built_in, with_local_overlay(built_in))]
+    return _fixed_arguments(recipe) in checked and recipe.hardware == built_in.hardware
+
+
+def _fixed_arguments(recipe: Recipe) -> list[dict[str, Any]]:
+    """Each stage's trainer arguments without those that are run parameters, which the schema checks."""
+    parameters = {path.rpartition(".")[2] for path in PARAMETERS.values() if ".trainer." in path}
+    return [{name: value for name, value in stage.trainer.items() if name not in parameters} for stage in recipe.stages]
 
 
 def check_run_name(name: str, parameter: str) -> None:
@@ -128,7 +145,7 @@ def check_recipe(recipe: Recipe, *, before_submit: bool = False) -> None:
         if not before_submit:
             raise
         log.info(
-            "TRL is not installed: the run's first step checks the trainer arguments; to check them here, %s",
+            "TRL is not installed, so the run's first step checks the trainer arguments; to check them here: %s",
             INSTALL_TRAIN,
         )
         return

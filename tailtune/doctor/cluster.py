@@ -30,6 +30,7 @@ OLDEST_SERVER = Version("2.14.3")
 """Kubeflow Pipelines' version that compiled files need; OpenShift AI 3.0 has it."""
 INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
 SERVER_TIMEOUT_SECONDS = 20.0
+HOSTNAME = "kubernetes.io/hostname"
 SELECTED_NODE = "volume.kubernetes.io/selected-node"
 """Annotation of a claim whose volume was made for the node of the first pod: kubernetes, pkg/volume."""
 
@@ -229,10 +230,10 @@ def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
         elif num_nodes > 1 and "ReadWriteMany" not in modes:
             message = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
             yield Finding(check, BLOCKS, message, "give it a class with ReadWriteMany in deploy/")
-        elif "ReadWriteMany" not in modes and not recipe.resources.node_selector:
-            node = (claim.metadata.annotations or {}).get(SELECTED_NODE, "NODE")
+        elif "ReadWriteMany" not in modes and HOSTNAME not in recipe.resources.node_selector:
+            node = (claim.metadata.annotations or {}).get(SELECTED_NODE, "NAME (oc get nodes)")
             message = f"is {', '.join(modes)}: steps and training wait forever if they are scheduled on different nodes"
-            one_node = f"-p 'resources.node_selector={{kubernetes.io/hostname: {node}}}'"
+            one_node = f"-p 'resources.node_selector={{{HOSTNAME}: {node}}}'"
             fix = f"put all on one node with {one_node}, or give it a class with ReadWriteMany in deploy/"
             yield Finding(check, BLOCKS, message, fix)
         else:
@@ -302,7 +303,7 @@ def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _limit_ranges(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check the largest container that the project allows. Defaults do not matter: all containers have limits.
+    """Check the largest container that the project allows. Not its defaults: all containers of tailtune have limits.
 
     An account that may not read limit ranges is not a finding: they are rare.
     """
@@ -362,7 +363,8 @@ def _images(cluster: KubernetesClient, images: Sequence[str], is_openshift: bool
             continue
         if not is_openshift:
             option = "-p pipeline_image=… -p trainer_image=…" if cluster.in_pod else "--image-registry REGISTRY/PROJECT"
-            yield Finding(check, BLOCKS, f"{image} names no registry of this cluster, which is not OpenShift", option)
+            status = WARNING if cluster.in_pod else BLOCKS  # the nodes may have it, as they have that of this step
+            yield Finding(check, status, f"{image} names no registry of this cluster, which is not OpenShift", option)
             continue
         tag = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
             "image.openshift.io", "v1", namespace, "imagestreamtags", name), name, namespace)  # fmt: skip

@@ -33,14 +33,16 @@ def cancel(
 def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str], list[str]]:
     """What the last step of a pipeline run does: if someone has ended the run, delete its jobs that have not ended.
 
-    Jobs of a run that failed by itself go on training: they have lost their launcher, and a retry follows them again.
-    An account that may not read workflows deletes them all. Returns the names of the deleted jobs and of those that go
-    on.
+    Jobs of a run that failed by itself keep training: they have lost their launcher, and a retry follows them again.
+    But without a deadline of their own they could hold their GPUs for ever, so those are deleted, too. An account that
+    may not read workflows deletes them all. Returns the names of the deleted jobs and of those that keep training.
     """
     left = cancel(cluster, pipeline_run=pipeline_run, dry_run=True)
     try:
         if not left or not cluster.pipeline_run_is_terminated(pipeline_run):
-            return [], left
+            selector = f"{MANAGED_SELECTOR},{PIPELINE_RUN_LABEL}={label_value(pipeline_run)}"
+            deleted = _delete_all(cluster, selector, lambda manifest: not _has_deadline(manifest), dry_run=False)
+            return deleted, [name for name in left if name not in deleted]
     except client.ApiException as error:
         if error.status != 403:
             raise
@@ -58,6 +60,11 @@ def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list
         return bool(launcher) and not cluster.pod_is_alive(launcher)
 
     return _delete_all(cluster, MANAGED_SELECTOR, is_orphaned, dry_run)
+
+
+def _has_deadline(manifest: dict[str, Any]) -> bool:
+    spec = manifest["spec"]
+    return "activeDeadlineSeconds" in spec or "activeDeadlineSeconds" in (spec.get("runPolicy") or {})
 
 
 def _delete_all(

@@ -51,17 +51,23 @@ CLAIM_NOT_FOUND = re.compile(r"persistentvolumeclaim \S+ not found")
 
 
 class _Stopped(BaseException):
-    """Raised in the main thread on SIGTERM or SIGINT; interrupts a call that is being retried, too."""
+    """Raised in the main thread on SIGTERM or SIGINT (its argument); interrupts a call that is being retried, too."""
 
-    def __init__(self, number: int, again: threading.Timer) -> None:
-        self.number, self.again = number, again
+
+_again: list[threading.Timer] = []
 
 
 def _stop(received: list[int]) -> None:
     # Python ignores an exception that is raised inside a finalizer: send the signal again, until it is noticed
-    again = threading.Timer(0.2, os.kill, (os.getpid(), received[0]))
-    again.start()
-    raise _Stopped(received[0], again)
+    _cancel_timers()
+    _again.append(threading.Timer(0.2, os.kill, (os.getpid(), received[0])))
+    _again[-1].start()
+    raise _Stopped(received[0])
+
+
+def _cancel_timers() -> None:
+    while _again:
+        _again.pop().cancel()
 
 
 def run_job(job: Job, cluster: KubernetesClient) -> None:
@@ -81,16 +87,17 @@ def run_job(job: Job, cluster: KubernetesClient) -> None:
             follower.wait()
     except _Stopped as stopped:
         with on_stop(lambda received: None):  # ignore further signals
-            stopped.again.cancel()
+            _cancel_timers()
             if job.pipeline_run and not _run_is_terminated(job, cluster):
                 raise JobFailed(
-                    f"this step was stopped by signal {stopped.number}, but its run was not: job '{job.name}' goes on",
-                    f"if the step is not started again by itself: python pipeline.py --retry {job.pipeline_run}",
+                    f"this step was stopped by signal {stopped.args[0]}, but its run was not; "
+                    f"job '{job.name}' keeps running",
+                    f"if the step is not retried automatically: python pipeline.py --retry {job.pipeline_run}",
                 ) from None
             is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs, is_own)
             if is_deleted and follower:
                 follower.close(STOP_SECONDS / 2)
-        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.number} {outcome}", remedy) from None
+        raise JobFailed(f"job '{job.name}' was stopped by signal {stopped.args[0]} {outcome}", remedy) from None
 
 
 def _run_is_terminated(job: Job, cluster: KubernetesClient) -> bool:
@@ -98,7 +105,7 @@ def _run_is_terminated(job: Job, cluster: KubernetesClient) -> bool:
     try:
         return cluster.pipeline_run_is_terminated(job.pipeline_run, seconds=STOP_SECONDS)
     except (UserError, client.ApiException) as error:
-        log.warning("train: whether the run is being ended is unknown: %s", in_words(error))
+        log.warning("train: cannot tell whether the run is being ended: %s", in_words(error))
         return False
 
 
@@ -182,6 +189,17 @@ def _delete(name: str, jobs: Jobs) -> None:
     log.info("train: job %s deleted", name)
 
 
+def started_at(manifest: dict[str, Any]) -> str:
+    """When the job was created, or when a queue admitted it last."""
+    status = manifest.get("status") or {}
+    admitted = [
+        condition.get("lastTransitionTime") or ""
+        for condition in status.get("conditions") or []
+        if condition["type"] == "Suspended" and condition["status"] == "False"
+    ]
+    return max([manifest["metadata"]["creationTimestamp"], status.get("startTime") or "", *admitted])
+
+
 class Follower:
     """Polls a job, reports what changes, and prints its pods' logs."""
 
@@ -252,7 +270,7 @@ class Follower:
         if would_recur(failures) or num_restarts > job.max_restarts:
             _delete(job.name, jobs)
             raise explain(job.name, failures, reason)
-        self._check_time_limits(job_pods, manifest["metadata"]["creationTimestamp"])
+        self._check_time_limits(job_pods, started_at(manifest))
         return False
 
     def close(self, seconds: float = 2 * CALL_TIMEOUT_SECONDS[0]) -> None:

@@ -7,12 +7,14 @@ ranks of one node would restart when a rank dies.
 
 import json
 import os
+import queue
 import socket
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
 
 import click
 
@@ -22,6 +24,8 @@ from tailtune.signals import STOPPED
 
 TERMINATION_LOG = "/dev/termination-log"
 """File from which Kubernetes reads a container's termination message, up to 4,096 bytes."""
+NUM_WAITING_LINES = 10_000
+CLOSE_SECONDS = 5.0
 
 
 def torchrun_options(job: str, start_seconds: int, environment: Mapping[str, str]) -> list[str]:
@@ -58,33 +62,40 @@ def termination_message(result: TorchrunResult, limit: int = 4000) -> str:
 
 
 class NodeLog:
-    """Prints a node's lines, and appends them to a file on a volume, where they outlive the pod."""
+    """Prints a node's lines, and appends them to a file on a volume, where they outlive the pod.
+
+    A thread writes the file, so that a volume that is full or hangs does not hold up the training; lines that it cannot
+    take in time are missing there.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._file: TextIO | None = None
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-        except OSError as error:
-            self._give_up(error)
-        self._append(f"==== {datetime.now(UTC).isoformat(timespec='seconds')} {socket.gethostname()}\n")
+        self._lines: queue.Queue[str | None] = queue.Queue(NUM_WAITING_LINES)
+        self._writer = threading.Thread(target=self._write, args=(path,), daemon=True) if path else None
+        if self._writer:
+            self._writer.start()
 
     def __call__(self, line: str) -> None:
         print(line, end="", flush=True)
-        self._append(line)
+        if self._writer:
+            with suppress(queue.Full):
+                self._lines.put_nowait(line)
 
-    def _append(self, line: str) -> None:
-        if self._file:
-            try:
-                self._file.write(line)
-            except OSError as error:  # a full volume must not end the training
-                self._give_up(error)
+    def close(self) -> None:
+        """Give the writer some seconds for the lines that wait."""
+        if self._writer:
+            with suppress(queue.Full):
+                self._lines.put_nowait(None)
+            self._writer.join(CLOSE_SECONDS)
 
-    def _give_up(self, error: OSError) -> None:
-        self._file = None
-        log.warning("train: the log is not kept on the volume any more: %s", error.strerror)
+    def _write(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+                file.write(f"==== {datetime.now(UTC).isoformat(timespec='seconds')} {socket.gethostname()}\n")
+                while (line := self._lines.get()) is not None:
+                    file.write(line)
+        except OSError as error:
+            log.warning("train: no longer writing the log to the volume: %s", error.strerror)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -100,6 +111,7 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
     """Run this pod's ranks of a job."""
     configure()
     node = os.environ["PET_NODE_RANK"]
+    show = NodeLog(log_dir / f"{job}-node-{node}.log" if log_dir else None)
     result = run_torchrun(
         torchrun_options(job, start_seconds, os.environ),
         module,
@@ -108,8 +120,9 @@ def main(job: str, max_restarts: int, shutdown_seconds: int, start_seconds: int,
         max_restarts=max_restarts,
         shutdown_seconds=shutdown_seconds,
         environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "},
-        show=NodeLog(log_dir / f"{job}-node-{node}.log" if log_dir else None),
+        show=show,
     )
+    show.close()
     if result.status and not result.stopped:
         path = Path(os.environ.get("TERMINATION_LOG", TERMINATION_LOG))
         try:

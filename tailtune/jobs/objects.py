@@ -39,8 +39,9 @@ class Jobs:
         return self.kind.build(job, annotations, *([self.api] if self.api else []))
 
     def fingerprint(self, job: Job) -> str:
-        """SHA-256 of the job's manifest."""
-        manifest = self.cluster.core.api_client.sanitize_for_serialization(self.build(job, {}))
+        """SHA-256 of the job's manifest, without what depends on the objects that the cluster has at the moment."""
+        api = replace(self.api, runtime=trainjob.RUNTIMES[0], account="") if self.api else None
+        manifest = self.cluster.core.api_client.sanitize_for_serialization(replace(self, api=api).build(job, {}))
         return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
     def create(self, job: Job) -> None:

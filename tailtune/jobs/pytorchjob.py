@@ -20,8 +20,11 @@ CONTAINER = "pytorch"
 POD_SELECTOR = "training.kubeflow.org/job-name={name}"
 PROGRESS_ANNOTATION = ""
 """None: the dashboard shows no progress for this kind."""
-SPARE_RESTARTS = 50
-"""For init containers, which wait for the first node, and for restarts while no launcher is there to count them."""
+INIT_SECONDS = 100
+"""An init container that waits for the first node is restarted less often than this: 100 attempts, each with a wait of
+2 s and a look-up (training-operator 1.9, pkg/config/config.go)."""
+SPARE_RESTARTS = 10
+"""For each node, for restarts while no launcher is there to count them."""
 KEEP_SECONDS = 7 * 24 * 3600
 """How long a finished job is kept. A failed one has no pods any more; their logs are on the workspace volume."""
 
@@ -50,7 +53,7 @@ def build(job: Job, annotations: Mapping[str, str]) -> KubeflowOrgV1PyTorchJob:
                 active_deadline_seconds=job.deadline_seconds,
                 # the operator compares it with the restarts of all containers of all pods, init containers included
                 # (training-operator 1.9, pkg/core/job.go); the launcher counts those of the training container
-                backoff_limit=job.max_restarts * job.num_nodes + SPARE_RESTARTS,
+                backoff_limit=job.num_nodes * (job.max_restarts + SPARE_RESTARTS + job.start_seconds // INIT_SECONDS),
             ),
             pytorch_replica_specs=specs,
         ),

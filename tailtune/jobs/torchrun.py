@@ -101,7 +101,8 @@ def run_torchrun(
         with on_stop(stop) as received:
             in_own_report = False  # torchrun's traceback of a stop that was asked for
             for line in process.stdout:
-                in_own_report = bool(received) and (in_own_report or bool(STOP_REPORT.search(line)))
+                is_stopping = bool(received) or user_error is not None
+                in_own_report = is_stopping and (in_own_report or bool(STOP_REPORT.search(line)))
                 if not in_own_report or line.startswith(("[rank ", LINE_PREFIX)):
                     show(line)
                 last_lines.append(line.rstrip())

@@ -1,6 +1,7 @@
 """The train step: turn a recipe's stage into a job and run it, unless its model is already complete."""
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tailtune.errors import UserError
@@ -75,7 +76,8 @@ def _run_on_cluster(run: Run, job: Job) -> None:
         and time.time() - earlier["at"] < STEP_RETRY_SECONDS
         and (error := parse_user_error(earlier))
     ):
-        raise PermanentFailure(error.problem, error.remedy)
+        again = datetime.fromtimestamp(earlier["at"] + STEP_RETRY_SECONDS, UTC)
+        raise PermanentFailure(error.problem, f"{error.remedy}; not tried again before {again:%H:%M} UTC")
     try:
         follow.run_job(job, kubernetes.KubernetesClient())
     except PermanentFailure as error:

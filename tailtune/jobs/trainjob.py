@@ -141,7 +141,7 @@ def build(job: Job, annotations: Mapping[str, str], api: Api) -> dict[str, Any]:
     pod = template["spec"]
     container = pod["containers"][0]
     patch = {name: value for name, value in pod.items() if name in api.pod}
-    # the trainer's webhook refuses variables here: they belong into `trainer`
+    # the trainer's webhook refuses variables here; they belong in `trainer`
     patch["containers"] = [{name: value for name, value in container.items() if name in api.container - {"env"}}]
     if api.account:
         patch["serviceAccountName"] = api.account

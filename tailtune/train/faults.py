@@ -1,4 +1,4 @@
-"""Which exceptions of a rank another attempt would meet again, so that nobody repeats them."""
+"""Which exceptions of a rank would recur, and so are not retried."""
 
 import re
 import traceback
@@ -16,9 +16,9 @@ GPU_MEMORY = r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_
 HOST_MEMORY = r"DefaultCPUAllocator: .*(not enough|can't allocate) memory"
 FROM_OUTSIDE = (
     r"[Gg]loo|NCCL|[Cc]onnection (refused|reset|closed)|[Tt]imed out|[Tt]imeout|is killed by signal"
-    r"|CUDA error(?!: device-side assert)"
+    r"|CUDA error(?!: device-side assert)|I/O error|os error|PytorchStreamWriter|No space left|Stale file handle"
 )
-"""Messages of errors that another rank, the network, a GPU or its driver has caused."""
+"""Messages of errors that another rank, the network, a volume, a GPU or its driver has caused."""
 
 
 @contextmanager
@@ -28,12 +28,14 @@ def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> It
     These are: too little memory on the GPU or host, and an exception from the same line at the same training step as in
     the attempt before, unless its cause is outside this process. `last_error-RANK.json` in `output` remembers it.
     """
+    last_path = output / f"last_error-{rank}.json"
     try:
         yield
+        last_path.unlink(missing_ok=True)
     except UserError:
         raise
     except Exception as error:
-        if permanent := _explain(error, output / f"last_error-{rank}.json", step()):
+        if permanent := _explain(error, last_path, step()):
             traceback.print_exc()
             raise permanent from None
         raise
@@ -51,7 +53,7 @@ def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:
             f"out of memory on the host at step {step}: {text}",
             "raise resources.memory, or set stages.0.tail.cache=disk",
         )
-    if isinstance(error, OSError | dist.DistError) or re.search(FROM_OUTSIDE, text):
+    if any(isinstance(each, OSError | dist.DistError) or re.search(FROM_OUTSIDE, str(each)) for each in _causes(error)):
         return None
     frame = traceback.extract_tb(error.__traceback__)[-1]
     fault = {"step": step, "type": type(error).__name__, "line": f"{frame.filename}:{frame.lineno}"}
@@ -59,3 +61,9 @@ def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:
         return UserError(f"the same error at step {step} in two attempts: {text}", "its traceback is above")
     write_json(last_path, fault)
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

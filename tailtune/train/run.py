@@ -95,8 +95,9 @@ def train(
 
     Resumes from the last complete checkpoint with the same settings, data and base model. Raises UserError if the
     existing checkpoints were made with different ones. Only rank 0 writes to `paths.output`, apart from each rank's
-    random state inside the checkpoints; before it saves or publishes, it calls `refuse_if_taken_over`, which raises
-    UserError when the output directory now belongs to another run. Returns the exit status: 0, or 143 after a signal.
+    random state inside the checkpoints and its last error; before it saves or publishes, it calls
+    `refuse_if_taken_over`, which raises UserError when the output directory now belongs to another run. Returns the
+    exit status: 0, or 143 after a signal.
     """
     started_at = datetime.now(UTC)
     ranks = join_process_group(stage)

@@ -114,7 +114,7 @@ def test_a_run_is_compiled_submitted_watched_and_cancelled(
     assert submitted.returncode == 0 and "the run succeeded" in submitted.stderr, submitted.stderr
     assert len(server.runs) == 1 and [file for file in server.files.values() if b"train-stage" in file]
     assert (
-        f"the run's first step checks the trainer arguments; to check them here, {INSTALL_TRAIN}\n" in submitted.stderr
+        f"the run's first step checks the trainer arguments; to check them here: {INSTALL_TRAIN}\n" in submitted.stderr
     )
     server.states = ["RUNNING"]
     assert run(light, "pipeline.py", "--submit", "--run-name", "one").returncode == 0

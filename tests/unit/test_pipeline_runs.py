@@ -107,7 +107,7 @@ def last_words(result: Result) -> list[str]:
 def test_runs_are_listed_newest_first_with_their_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_runs, "NUM_RECENT", 2)
     submit(server, "forgotten", state="SUCCEEDED")
-    active = submit(server, "first", state="RUNNING", created_at=(datetime.now(UTC) - timedelta(hours=3)).isoformat())
+    active = submit(server, "first", state="RUNNING", created_at=(datetime.now(UTC) - timedelta(days=5)).isoformat())
     failed = submit(server, "second", state="FAILED")
     assert invoke("--schedule", "every 6 hours", "--schedule-name", "nightly").exit_code == 0
     scheduled = list(server.runs)[-1]
@@ -117,7 +117,7 @@ def test_runs_are_listed_newest_first_with_their_step(server: Server, monkeypatc
         ["NAME", "RECIPE", "STATE", "STEP", "AGE", "SCHEDULE", "ID"],
         ["nightlytrpbr-1-1482128149", "survival", "running", "train-stage", "A", "s", "nightly", scheduled],
         ["second", "survival", "failed", "train-stage", "A", "s", failed],
-        ["first", "survival", "running", "train-stage", "3", "h", "0", "min", active],
+        ["first", "survival", "running", "train-stage", "5", "d", active],
     ]
 
 

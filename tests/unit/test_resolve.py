@@ -10,6 +10,7 @@ from kubernetes_server import Server
 from tailtune import resolve as resolve_module
 from tailtune.errors import UserError
 from tailtune.jobs.train_step import make_job
+from tailtune.recipe.load import load_recipe, with_local_overlay, with_overrides
 from tailtune.recipe.schema import Recipe, without_secrets
 from tailtune.resolve import check_volume_names, claim_directories, resolve_run
 from tailtune.run import MOUNTS, Run
@@ -75,13 +76,27 @@ def test_the_first_step_on_a_cluster_needs_no_volume_and_asks_the_doctor(tmp_pat
     assert not any((tmp_path / kind).exists() for kind in ("data", "models", "workspace"))
 
 
-def test_trainer_arguments_are_checked_once(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "is_checked"),
+    [({"epochs": 2.0, "batch_size": 4, "learning_rate": 1e-3, "seed": 3}, False),
+     ({"stages.0.trainer.weight_decay": 0.1}, True), ({"stages.0.trainer.warmup_step": 1}, True),
+     ({"hardware.profile": "A100"}, True), ({"name": "mine"}, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("local", [True, False])
+def test_the_trainer_arguments_of_built_in_recipes_are_not_checked_in_every_run(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, object], is_checked: bool,
+    local: bool,
+) -> None:  # fmt: skip
     """It takes TRL, which takes many seconds to import in a small pod."""
     checked: list[Recipe] = []
     monkeypatch.setattr(resolve_module, "check_recipe", checked.append)
-    for epochs in (1.0, 1.0, 2.0):
-        start(tmp_path, "first", epochs=epochs)
-    assert [recipe.stages[0].trainer["num_train_epochs"] for recipe in checked] == [1, 2]
+    recipe = load_recipe("survival")
+    recipe = with_local_overlay(recipe) if local else with_overrides(recipe, {"gpu": ""})
+    recipe = recipe.model_copy(update={"name": overrides.get("name", recipe.name)})
+    given = {key: value for key, value in overrides.items() if key != "name"}
+    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+    resolve_run(recipe.to_json(), given, "mine", "id", *templates, local=local)
+    assert bool(checked) is is_checked
 
 
 def test_a_second_run_of_a_name_waits_until_the_first_has_ended(tmp_path: Path, server: Server) -> None:

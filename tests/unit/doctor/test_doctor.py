@@ -335,9 +335,8 @@ def test_without_openshift_an_image_needs_a_registry(
     assert (finding.status, finding.fix) == ("blocks", "--image-registry REGISTRY/PROJECT")
     assert image_finding(f"quay.io/me/{SHORT}").status == "ok"
     in_a_pod(server, monkeypatch)
-    with pytest.raises(UserError) as error:
-        refuse_blocked(load_recipe("survival"), images=(image,))
-    assert error.value.remedy == "-p pipeline_image=… -p trainer_image=…"
+    finding = image_finding(image)  # the nodes may have it, as they have that of the step
+    assert (finding.status, finding.fix) == ("warning", "-p pipeline_image=… -p trainer_image=…")
 
 
 # ---- the pipeline server ----------------------------------------------------------------------------

@@ -140,11 +140,9 @@ def test_models_that_no_run_has_used_for_a_week_are_deleted(tmp_path: Path, data
 def test_local_runs_share_the_cache_next_to_them(
     make_run: Callable[..., Run], tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from components.fetch_model import fetch_model
-
     builds = count_builds(monkeypatch)
     runs = [make_run("monday"), make_run("tuesday")]
-    assert [fetch_model.python_func(run.to_json(), str(data_dir)) for run in runs] == [
-        str(run.base_model_dir) for run in runs
-    ]
+    for run in runs:
+        provide_base_model(run.recipe, data_dir, run.base_model_dir, run.small_model_cache_dir)
+        assert (run.base_model_path / "config.json").is_file()
     assert builds == [runs[0].base_model_dir] and len(list((tmp_path / ".small_models").iterdir())) == 1

@@ -207,6 +207,33 @@ def test_an_account_that_may_not_read_events_says_so_once(
     assert shown().count("is not allowed to read events") == 1
 
 
+def test_the_deadline_counts_from_the_admission_by_a_queue() -> None:
+    job = {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}}
+    assert launcher.started_at(job) == "2026-01-01T00:00:00Z"
+    admitted = {"type": "Suspended", "status": "False", "lastTransitionTime": "2026-01-02T00:00:00Z"}
+    assert launcher.started_at({**job, "status": {"conditions": [admitted]}}) == "2026-01-02T00:00:00Z"
+    assert launcher.started_at({**job, "status": {"startTime": "2026-01-03T00:00:00Z"}}) == "2026-01-03T00:00:00Z"
+
+
+def test_init_containers_may_wait_for_the_first_node_as_long_as_the_job_may(server: Server) -> None:
+    """Each of 15 workers restarts its init container every 200 s, for `start_seconds`."""
+    job = make_job("long", num_nodes=16, start_seconds=14400, max_restarts=3)
+    limit = pytorchjob.build(job, {}).spec.run_policy.backoff_limit
+    assert limit > 15 * 14400 / 200 + 16 * 3
+
+
+def test_a_job_without_a_deadline_is_not_left_without_its_launcher(server: Server) -> None:
+    """Older versions of TrainJob have none; such a job could hold its GPUs for ever."""
+    server.workflows = {"mine": "Running"}
+    client = KubernetesClient()
+    labels = {**MANAGED, "tailtune.io/pipeline-run": "mine"}
+    for name, has_deadline in (("bounded", True), ("unbounded", False)):
+        Jobs(client, pytorchjob).create(make_job("long", name=name, labels=labels))
+        if not has_deadline:
+            del server.jobs[name]["spec"]["runPolicy"]["activeDeadlineSeconds"]
+    assert end_of_run(client, "mine") == (["unbounded"], ["bounded"])
+
+
 @pytest.mark.torchrun
 def test_a_killed_pod_restarts_and_so_do_the_ranks_of_the_others(server: Server) -> None:
     server.faults.kill_pods = ["worker-0"]
@@ -276,7 +303,7 @@ def test_a_drained_step_leaves_the_job_which_the_next_attempt_follows(server: Se
     process = start_job(server, pipeline_run="mine")
     (job,) = server.jobs
     err = stop_step(process)
-    assert f"but its run was not: job '{job}' goes on; if the step is not started again by itself: python " in err
+    assert f"but its run was not; job '{job}' keeps running; if the step is not retried automatically: python  " in err
     assert "deletionTimestamp" not in server.jobs[job]["metadata"]
     deleted, going_on = end_of_run(KubernetesClient(), "mine")  # the run has failed, and its last step runs
     assert not deleted and going_on == [job]
