@@ -38,8 +38,10 @@ def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str],
     may not read workflows deletes them all. Returns the names of the deleted jobs and of those that keep training.
     """
     left = cancel(cluster, pipeline_run=pipeline_run, dry_run=True)
+    if not left:
+        return [], []
     try:
-        if not left or not cluster.pipeline_run_is_terminated(pipeline_run):
+        if not cluster.pipeline_run_is_terminated(pipeline_run):
             selector = f"{MANAGED_SELECTOR},{PIPELINE_RUN_LABEL}={label_value(pipeline_run)}"
             deleted = _delete_all(cluster, selector, lambda manifest: not _has_deadline(manifest), dry_run=False)
             return deleted, [name for name in left if name not in deleted]

@@ -303,7 +303,7 @@ def test_a_drained_step_leaves_the_job_which_the_next_attempt_follows(server: Se
     process = start_job(server, pipeline_run="mine")
     (job,) = server.jobs
     err = stop_step(process)
-    assert f"but its run was not; job '{job}' keeps running; if the step is not retried automatically: python  " in err
+    assert f"but its run was not; job '{job}' keeps running; if the step is not retried automatically: python " in err
     assert "deletionTimestamp" not in server.jobs[job]["metadata"]
     deleted, going_on = end_of_run(KubernetesClient(), "mine")  # the run has failed, and its last step runs
     assert not deleted and going_on == [job]
