@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
 from tailtune.kinds.chat.train import count_truncated
-from tailtune.recipe.schema import Hardware, LastLayers
+from tailtune.recipe.load import list_recipes, load_recipe, with_local_overlay
+from tailtune.recipe.schema import Hardware, LastLayers, Recipe
+from tailtune.resolve import check_recipe
 from tailtune.train import hardware
 from tailtune.train.arguments import NUM_CHECKPOINTS, check_trainer_arguments, num_steps, sft_config
 from tailtune.train.callbacks import WriteProgress, peak_memory_bytes
@@ -363,3 +366,10 @@ def test_progress_is_a_file_for_the_launcher(tmp_path: Path) -> None:
     assert written["eval"] == {"eval_loss": 2.25}
     progress.on_log(None, SimpleNamespace(is_world_process_zero=False), None, {"loss": 0.0})
     assert json.loads((tmp_path / "progress.json").read_text()) == written
+
+
+@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("change", [lambda recipe: recipe, with_local_overlay], ids=["cluster", "local"])
+def test_the_trainer_arguments_of_built_in_recipes_are_right(name: str, change: Callable[[Recipe], Recipe]) -> None:
+    """Runs do not check them again (resolve.py)."""
+    check_recipe(change(load_recipe(name)))
