@@ -1,11 +1,13 @@
 """Runs on the pipeline server, for people: list them, show one and why it failed, watch it, read its logs, retry it."""
 
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 import click
 
@@ -261,12 +263,13 @@ def show_logs(name: str, server: PipelineServer, *, follow: bool) -> None:
         raise UserError(f"this account is not allowed to read logs in {cluster.namespace}",
                         "ask an admin of the project for the role view")  # fmt: skip
     logs: dict[str, PodLog] = {}
+    stdout = sys.stdout  # each call to the server redirects it for a moment, to hide what kfp's client prints
     while True:
         run = server.get_run_patiently(run.run_id)
         pods = [pod for pod in find_step_pods(cluster, run.run_id) if pod.step in names]
         for pod in pods:
             if pod.name not in logs and (pod.has_ended or pod.phase == "Running"):
-                logs[pod.name] = _start_log(cluster, pod, follow=follow)
+                logs[pod.name] = _start_log(cluster, pod, stdout, follow=follow)
         running = {pod.name for pod in pods if not pod.has_ended}
         for pod_name, pod_log in logs.items():
             if pod_name not in running:
@@ -282,10 +285,10 @@ def show_logs(name: str, server: PipelineServer, *, follow: bool) -> None:
             log.info("run: the pod of %s is gone, and its log with it", step.name)
 
 
-def _start_log(cluster: KubernetesClient, pod: StepPod, *, follow: bool) -> PodLog:
+def _start_log(cluster: KubernetesClient, pod: StepPod, stdout: TextIO, *, follow: bool) -> PodLog:
     """Start to print a pod's log; a log that is not followed has been printed when this returns."""
     log.info("run: log of %s, attempt %d, pod %s", pod.step, pod.attempt, pod.name)
-    pod_log = PodLog(lambda: cluster.core, cluster.namespace, pod.name, CONTAINER, _print_line)
+    pod_log = PodLog(lambda: cluster.core, cluster.namespace, pod.name, CONTAINER, partial(_print_line, stdout))
     if pod.has_ended or not follow:
         pod_log.end()
     pod_log.start()
@@ -294,9 +297,9 @@ def _start_log(cluster: KubernetesClient, pod: StepPod, *, follow: bool) -> PodL
     return pod_log
 
 
-def _print_line(line: str) -> None:
+def _print_line(stdout: TextIO, line: str) -> None:
     with _print_lock:  # two logs may print at once, and a text stream would lose lines
-        click.echo(line)
+        click.echo(line, file=stdout)
 
 
 def retry(name: str, server: PipelineServer) -> str:
