@@ -11,7 +11,7 @@ TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tailtune/__init__.py)
 demo: .venv/.installed  ## the whole survival pipeline on this machine
 	@$(BIN)/python pipeline.py --local --recipe survival --run-name demo
 
-test: .venv/.installed  ## the tests, in about 7 minutes on 2 cores
+test: .venv/.installed  ## the tests without the slow ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" $(COVERAGE)
 
 coverage:  ## the same, and fail below 85 % coverage; takes longer

@@ -27,8 +27,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import kfp_server_api
+import pytest
 import yaml
-from http_server import HttpServer, Refused, check_fields, send_json
+from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
 
 NEVER = "0001-01-01T00:00:00Z"
 """When a task ended that has not: the zero of Go's time."""
@@ -273,3 +274,12 @@ def dashboard() -> Iterator[Server]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def logged_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A running server, which the environment names."""
+    with dashboard() as running:
+        for name, value in (("ENDPOINT", running.url), ("NAMESPACE", NAMESPACE), ("TOKEN", running.token)):
+            monkeypatch.setenv(f"TAILTUNE_{name}", value)
+        yield running

@@ -10,7 +10,7 @@ from kubernetes import client
 from tailtune.errors import UserError
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import PIPELINE_RUN_LABEL, Job
-from tailtune.jobs.kubernetes import KubernetesClient
+from tailtune.jobs.kubernetes import KubernetesClient, in_words
 from tailtune.jobs.objects import find_kind
 from tailtune.jobs.train_step import make_job
 from tailtune.recipe.schema import Recipe
@@ -52,7 +52,10 @@ def export_job(recipe: Recipe, run_name: str) -> str:
 
 def _train_job(job: Job) -> dict[str, Any]:
     """The manifest for the cluster of the login, because versions of TrainJob differ in their fields."""
-    jobs = find_kind(KubernetesClient(api_seconds=API_SECONDS), trainjob)
+    try:
+        jobs = find_kind(KubernetesClient(api_seconds=API_SECONDS), trainjob)
+    except client.ApiException as error:
+        raise UserError(f"the cluster does not tell the fields of a TrainJob: {in_words(error)}", "oc whoami") from None
     if jobs is None:
         raise UserError("this cluster has no TrainJob", "set -p resources.job_kind=pytorchjob")
     return dict(jobs.build(job, {}))

@@ -89,9 +89,9 @@ def run_job(job: Job, cluster: KubernetesClient) -> None:
         with on_stop(lambda received: None):  # ignore further signals
             _cancel_timers()
             if job.pipeline_run and not _run_is_terminated(job, cluster):
+                left = f"job '{job.name}' keeps running" if is_own else "it had no job yet"
                 raise JobFailed(
-                    f"this step was stopped by signal {stopped.args[0]}, but its run was not; "
-                    f"job '{job.name}' keeps running",
+                    f"this step was stopped by signal {stopped.args[0]}, but its run was not; {left}",
                     f"if the step is not retried automatically: python pipeline.py --retry {job.pipeline_run}",
                 ) from None
             is_deleted, outcome, remedy = _delete_at_once(job, cluster, jobs, is_own)

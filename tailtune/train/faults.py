@@ -31,7 +31,6 @@ def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> It
     last_path = output / f"last_error-{rank}.json"
     try:
         yield
-        last_path.unlink(missing_ok=True)
     except UserError:
         raise
     except Exception as error:
@@ -39,6 +38,7 @@ def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> It
             traceback.print_exc()
             raise permanent from None
         raise
+    last_path.unlink(missing_ok=True)
 
 
 def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:

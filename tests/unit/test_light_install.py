@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import made_once
-from dashboard_server import Server, dashboard
-from http_server import NAMESPACE
+from dashboard_server import Server, logged_in
 from kubernetes_server import cluster
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -71,10 +70,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with dashboard() as running:
-        monkeypatch.setenv("TAILTUNE_ENDPOINT", running.url)
-        monkeypatch.setenv("TAILTUNE_NAMESPACE", NAMESPACE)
-        monkeypatch.setenv("TAILTUNE_TOKEN", running.token)
+    with logged_in(monkeypatch) as running:
         yield running
 
 

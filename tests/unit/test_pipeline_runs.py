@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from dashboard_server import Server, dashboard
+from dashboard_server import Server, logged_in
 from http_server import NAMESPACE
 from kubernetes_server import Server as Cluster
 from kubernetes_server import StepPod, cluster
@@ -40,12 +40,9 @@ LAUNCHER = [
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    with dashboard() as running:
+    with logged_in(monkeypatch) as running:
         monkeypatch.setattr(pipeline_runs, "POLL_SECONDS", 0.01)
         monkeypatch.setattr(pipeline_runs, "API_SECONDS", 0.1)
-        monkeypatch.setenv("TAILTUNE_ENDPOINT", running.url)
-        monkeypatch.setenv("TAILTUNE_NAMESPACE", NAMESPACE)
-        monkeypatch.setenv("TAILTUNE_TOKEN", running.token)
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
         yield running
 

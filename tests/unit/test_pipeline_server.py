@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from dashboard_server import Server, dashboard
+from dashboard_server import Server, dashboard, logged_in
 from http_server import NAMESPACE
 from https_server import make_certificate, wrap
 from kubernetes_server import ADMIN_ROLE, cluster
@@ -25,10 +25,7 @@ COMPILED = ROOT / "compiled" / "survival.yaml"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with dashboard() as running:
-        monkeypatch.setenv("TAILTUNE_ENDPOINT", running.url)
-        monkeypatch.setenv("TAILTUNE_NAMESPACE", NAMESPACE)
-        monkeypatch.setenv("TAILTUNE_TOKEN", running.token)
+    with logged_in(monkeypatch) as running:
         yield running
 
 
