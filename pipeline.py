@@ -4,6 +4,7 @@
 Run as a program, it compiles, runs, submits or schedules the pipeline (`pipeline_cli.py`).
 """
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -42,7 +43,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
     from components.write_parquet import write_parquet
     from components.write_report import write_report
 
-    default, resources = parameter_values(recipe), recipe.resources
+    default, resources, may_end = parameter_values(recipe), recipe.resources, recipe.data.skip_unchanged
 
     @dsl.pipeline(name=recipe.name, description=recipe.description)
     def pipeline(
@@ -95,13 +96,14 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             # Fetch the data set to the data volume.
             raw = fetch_dataset(run=run)
 
-            # Fetch the base model to the model volume, while the data is converted.
-            base = fetch_model(run=run).after(raw)
+            # Fetch the base model to the model volume, at the same time.
+            base = fetch_model(run=run)
 
-            # Convert the data to one Parquet file. No directory means that a promoted run has trained on the same data.
-            data = write_parquet(run=run, source=raw.output)
+            # Convert the data to one Parquet file. No directory means that a promoted run has trained on the same data:
+            # only a recipe that asks for it has this condition, because each one costs a pod of the pipeline server.
+            data = write_parquet(run=run, source=raw.output, may_end=may_end)
             data_directory = data.outputs["Output"]
-            with dsl.If(data_directory != "", name="new-data"):
+            with dsl.If(data_directory != "", name="new-data") if may_end else nullcontext():
                 # Train: launch the distributed job and follow it to its end.
                 tuned = train_stage(run=run, data_dir=data_directory).after(base)
                 tuned_model = tuned.outputs["Output"]
@@ -131,6 +133,7 @@ def make_pipeline(recipe: Recipe, *, cluster: bool = True) -> Callable[..., Any]
             _place(task, resources, loads_models=task in models, is_last=task is end)
         for task in models:
             task.set_accelerator_type(gpu).set_accelerator_limit(1)
+            task.register_pipeline_channels([gpu])  # kfp does not do it: the branch would lack the parameter
         for task in steps[1:]:  # a missing volume must not block the first step, which reports it
             _mount_volumes(task, **claims)
         for task in (raw, base, tuned):  # another attempt at training follows the job that exists
@@ -187,11 +190,11 @@ def _mount_secrets(task: Any, hf_secret: Any, s3_secret: Any, ca_secret: Any) ->
 
 def parameter_values(recipe: Recipe) -> dict[str, Any]:
     """Return the run parameters with the values of the recipe."""
-    trainer = recipe.stages[0].trainer
+    trainer, source = recipe.stages[0].trainer, recipe.data.source
     return {
         "base_model": recipe.model.base_model,
         "model_revision": recipe.model.revision,
-        "data_source": recipe.data.source,
+        "data_source": source if isinstance(source, str) else json.dumps(source),
         "epochs": float(trainer["num_train_epochs"]),
         "batch_size": int(trainer["per_device_train_batch_size"]),
         "learning_rate": float(trainer["learning_rate"]),

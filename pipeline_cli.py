@@ -109,19 +109,22 @@ def compiled_file(recipe: Recipe, final: Recipe, folder: Path) -> Path:
     """Return the path of the recipe's compiled file. Raises UserError.
 
     It is the committed one in compiled/, unless the recipe is a user's own, or `final`, the recipe with all its
-    overrides, asks for other nodes, a queue or other quantities for the steps. Then it is compiled into `folder`.
+    overrides, asks for other nodes, a queue or other quantities for the steps, or for the condition that ends a run
+    without new data. Then it is compiled into `folder`.
     """
     placement = {name: getattr(final.resources, name) for name in COMPILED_RESOURCES}
-    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=placement)})
+    data = recipe.data.model_copy(update={"skip_unchanged": final.data.skip_unchanged})
+    variant = recipe.model_copy(update={"resources": recipe.resources.model_copy(update=placement), "data": data})
     committed = COMPILED / f"{recipe.name}.yaml"
     path = folder / committed.name
     compile_recipe(variant, path)
     if recipe.name in list_recipes():
-        if recipe.model_copy(update={"local": {}}) != load_recipe(recipe.name).model_copy(update={"local": {}}):
+        built_in, given = (each.model_copy(update={"local": {}}) for each in (load_recipe(recipe.name), recipe))
+        if built_in.to_json() != given.to_json():  # unlike ==, it tells which fields a stage sets
             raise UserError(
                 f"a recipe of your own is named '{recipe.name}' like a built-in one", "give it another name"
             )
-        if variant == recipe:
+        if variant.to_json() == recipe.to_json():
             if not committed.is_file() or committed.read_bytes() != path.read_bytes():
                 raise UserError(
                     f"{relative(committed)} is not what the recipe compiles to", "run python pipeline.py first"
@@ -180,7 +183,7 @@ def schedule(recipe: Recipe, final: Recipe, when: str, name: str, experiment: st
         f"schedule '{name}': {recipe.name}, {shown_version}, '{when}' in the pipeline server's time zone, UTC", err=True
     )
     if active:
-        click.echo(f"the earlier schedule is disabled; {go_on(active)}, next to the new one's, and the next "
+        click.echo(f"the earlier schedule is disabled; {continues(active)}, next to the new one's, and the next "
                    "change of the schedule deletes it", err=True)  # fmt: skip
 
 
@@ -195,16 +198,16 @@ def unschedule(name: str, server: PipelineServer, *, ending: bool) -> None:
         server.wait_until_ended(active, END_SECONDS)
         active = server.unschedule(name)
     if active:
-        click.echo(f"schedule '{name}' is disabled and starts no more runs; {go_on(active)}. Deleting the "
+        click.echo(f"schedule '{name}' is disabled and starts no more runs; {continues(active)}. Deleting the "
                    "schedule now would end its runs without their last step: repeat this command later, or add "
                    "--end-runs", err=True)  # fmt: skip
     else:
         click.echo(f"schedule '{name}' deleted", err=True)
 
 
-def go_on(runs: list[ActiveRun]) -> str:
+def continues(runs: list[ActiveRun]) -> str:
     ids = ", ".join(run.id for run in runs)
-    return f"run {ids} goes on" if len(runs) == 1 else f"runs {ids} go on"
+    return f"run {ids} continues" if len(runs) == 1 else f"runs {ids} continue"
 
 
 def cancel_run(name: str, server: PipelineServer) -> None:
@@ -283,6 +286,11 @@ def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") 
 @click.option("--dry-run", is_flag=True, help="Check and print the resolved recipe and parameters; run nothing.")
 @click.option("--check", is_flag=True, help="Exit with status 1 and a diff when compiled/ is out of date.")
 @click.option("--list", "list_them", is_flag=True, help="List the built-in recipes and the run parameters.")
+@click.option("--inspect", "inspected", metavar="SOURCE", help="Show what a data set contains, and the recipe keys "
+              "that would fit. Further sources may follow.")  # fmt: skip
+@click.option("--write-recipe", type=click.Path(path_type=Path), metavar="FILE", help="With --inspect: write a recipe "
+              "with these keys, which can be run as it is.")  # fmt: skip
+@click.argument("sources", nargs=-1, metavar="")
 def main(
     recipe_name: str | None,
     local_run: bool,
@@ -313,6 +321,9 @@ def main(
     dry_run: bool,
     check: bool,
     list_them: bool,
+    inspected: str | None,
+    write_recipe: Path | None,
+    sources: tuple[str, ...],
 ) -> None:
     """Compile the recipes into compiled/ (no arguments), or run one here (--local) or on a cluster (--submit)."""
     share_cores()
@@ -320,13 +331,19 @@ def main(
              "--dry-run": dry_run, "--check": check, "--list": list_them, "--list-schedules": list_schedules,
              "--unschedule": unscheduled is not None, "--cancel": cancel is not None, "--runs": list_runs,
              "--status": status is not None, "--logs": logs is not None, "--watch RUN": bool(watch),
-             "--retry": retry is not None, "--export-job": exporting}  # fmt: skip
+             "--retry": retry is not None, "--export-job": exporting, "--inspect": inspected is not None}  # fmt: skip
     if sum(modes.values()) > 1:
         raise click.UsageError(f"give one of {', '.join(modes)} (--dry-run may join --local)")
     runs = local_run or dry_run or submit_run or exporting or when is not None
-    if (recipe_name or parameters) and not runs:
-        raise click.UsageError("--recipe and -p need --local, --submit, --schedule, --export-job or --dry-run; "
-                               "without arguments all recipes are compiled")  # fmt: skip
+    if (recipe_name or parameters) and not runs and inspected is None:
+        raise click.UsageError("--recipe and -p need --local, --submit, --schedule, --export-job, --dry-run or "
+                               "--inspect; without arguments all recipes are compiled")  # fmt: skip
+    if sources and inspected is None:
+        raise click.UsageError(f"Got unexpected extra argument ({sources[0]}): only --inspect takes several sources")
+    if write_recipe and inspected is None:
+        raise click.UsageError("--write-recipe needs --inspect SOURCE")
+    if write_recipe and recipe_name not in (None, *list_recipes()):
+        raise click.UsageError(f"--write-recipe starts from a built-in recipe: {', '.join(list_recipes())}")
     if run_name is not None and not (local_run or submit_run or exporting):
         raise click.UsageError("--run-name needs --local, --submit or --export-job")
     if exporting and run_name is None:
@@ -347,6 +364,13 @@ def main(
             click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
         elif check:
             sys.exit(0 if check_compiled() else 1)
+        elif inspected is not None:
+            from tailtune.inspection import inspect_sources
+
+            recipe = with_overrides(load_recipe(recipe_name or "survival"), parse_parameters(parameters))
+            lines = inspect_sources([inspected, *sources], recipe, write_to=write_recipe, parameters=parameters)
+            for line in lines:
+                click.echo(line)
         elif list_runs or status is not None or logs is not None or watch or retry is not None:
             import pipeline_runs
 
@@ -418,4 +442,6 @@ def main(
 
 
 def _print_resolved(recipe: Recipe) -> None:
-    click.echo(json.dumps({"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json())}, indent=2))
+    jobs = {stage.name: recipe.resources_of(stage).model_dump(mode="json") for stage in recipe.stages}
+    resolved = {"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json()), "jobs": jobs}
+    click.echo(json.dumps(resolved, indent=2))

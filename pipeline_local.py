@@ -1,23 +1,36 @@
 """The pipeline on this machine: the same graph through kfp.local, one run at a time in runs/NAME/."""
 
 import fcntl
+import io
 import os
+import shlex
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from tailtune.errors import UserError
+from tailtune.files import matching_paths
 from tailtune.jobs.local import count_gpus
-from tailtune.log import EVENTS, LINE_PREFIX, read_step_errors
-from tailtune.recipe.load import ENVIRONMENT, load_recipe, with_environment, with_local_overlay, with_overrides
-from tailtune.recipe.schema import Recipe
+from tailtune.log import BAR_LINES, BAR_PREFIX, EVENTS, LINE_PREFIX, Terminal, read_step_errors
+from tailtune.progress import LINE_SECONDS
+from tailtune.recipe.load import (
+    ENVIRONMENT,
+    PATH_KEYS,
+    list_recipes,
+    load_recipe,
+    with_environment,
+    with_local_overlay,
+    with_overrides,
+)
+from tailtune.recipe.schema import Recipe, show_sources
 from tailtune.run import Run, local_directories
 from tailtune.signals import on_stop
 
@@ -63,17 +76,28 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
 
 
 def _with_this_python(command: list[str], executable: str) -> list[str]:
-    """Return KFP's command of a step with another Python. KFP's own would change `python3` in data too."""
-    return [part.replace("python3", executable) if "kfp.dsl.executor_main" in part else part for part in command]
+    """Return KFP's command of a step with another Python, which imports nothing from the working directory (`-P`).
+
+    KFP's own function would change `python3` in data too.
+    """
+    python = f"{shlex.quote(executable)} -P"
+    return [part.replace("python3", python) if "kfp.dsl.executor_main" in part else part for part in command]
 
 
 @contextmanager
 def quiet(log_path: Path) -> Iterator[None]:
-    """Send the output of this process and its children to `log_path`, and to the terminal only tailtune's own lines."""
+    """Send the output of this process and its children to `log_path`, and to stderr only tailtune's own lines.
+
+    If stderr is a terminal, it also shows the progress bar, which the log describes in a line at most every 30 seconds.
+    """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal, saved = os.dup(2), (os.dup(1), os.dup(2))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # KFP prints the steps' lines there, and they are shown at once
+    terminal, saved = os.fdopen(os.dup(2), "w", encoding="utf-8"), (os.dup(1), os.dup(2))
+    if terminal.isatty():
+        os.environ[BAR_LINES] = "1"
     reader, writer = os.pipe()
     thread = threading.Thread(target=_copy_lines, args=(reader, terminal, log_path))
     thread.start()
@@ -89,21 +113,30 @@ def quiet(log_path: Path) -> Iterator[None]:
             os.dup2(copy, number)
             os.close(copy)
         thread.join()  # ends when every process that holds the pipe has ended
-        os.close(terminal)
+        terminal.close()
+        os.environ.pop(BAR_LINES, None)
 
 
-def _copy_lines(reader: int, terminal: int, log_path: Path) -> None:
-    """Copy every line to the log, and lines with `LINE_PREFIX` to the terminal, without it."""
+def _copy_lines(reader: int, stderr: TextIO, log_path: Path) -> None:
+    """Copy every line to the log, lines with `LINE_PREFIX` to stderr, without it, and show the bar there."""
+    terminal, bar_logged_at = Terminal(stderr), time.monotonic()
     with (
         os.fdopen(reader, errors="backslashreplace") as lines,
         log_path.open("a", encoding="utf-8") as log_file,
     ):
         for line in lines:
+            _, is_bar, bar = line.rstrip("\n").partition(BAR_PREFIX)
+            if is_bar:
+                terminal.show_bar(bar)
+                if not bar or time.monotonic() < bar_logged_at + LINE_SECONDS:
+                    continue
+                bar_logged_at = time.monotonic()
             log_file.write(line)
             log_file.flush()
             _, prefix, text = line.partition(LINE_PREFIX)
             if prefix:
-                os.write(terminal, f"{text.rstrip(chr(10))}\n".encode())
+                terminal.write(f"{text.rstrip(chr(10))}\n")
+    terminal.show_bar("")
 
 
 @contextmanager
@@ -164,20 +197,28 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
         recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
         click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
     else:
-        recipe = with_local_overlay(load_recipe(recipe_name or "survival"))
+        loaded = load_recipe(recipe_name or "survival")
+        recipe = with_local_overlay(loaded)
+        replaced = recipe.data.source != loaded.data.source and not {"data_source", "data.source"} & overrides.keys()
+        if replaced and recipe_name and recipe_name not in list_recipes():  # a copy of survival trains on its samples
+            used, own = show_sources(recipe.data.source), show_sources(loaded.data.source)
+            click.echo(f"{recipe_name} reads {used} instead of {own}: its local: sets data.source", err=True)
     recipe = with_overrides(recipe, overrides)
     for variable in sorted(name for name in ENVIRONMENT if os.environ.get(name)):
         click.echo(f"{variable}={os.environ[variable]} in the environment overrides {ENVIRONMENT[variable]}", err=True)
     recipe = with_environment(recipe, os.environ)
-    num_gpus, num_ranks = count_gpus(), recipe.resources.ranks_per_node
-    if 0 < num_gpus < num_ranks:
-        click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
-        recipe = with_overrides(recipe, {"ranks_per_node": num_gpus})
-    source = recipe.data.source
-    if "://" not in source and source != "embedded" and not Path(source).expanduser().is_file():
-        raise UserError(
-            f"data source {source} is not a file", "give -p data_source= a file's path, an address, or embedded"
-        )
+    num_gpus = count_gpus()
+    for index, stage in enumerate(recipe.stages):
+        num_ranks = recipe.resources_of(stage).ranks_per_node
+        if 0 < num_gpus < num_ranks:
+            click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
+            recipe = with_overrides(recipe, {recipe.resource_key(index, "ranks_per_node"): num_gpus})
+    for source in recipe.data.all_sources:
+        path = Path(source).expanduser()
+        if "://" not in source and source != "embedded" and not path.exists() and not matching_paths(path):
+            raise UserError(
+                f"data source {source} does not exist", "give -p data_source= a path, an address, or embedded"
+            )
     model = recipe.model.base_model
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         remedy = "give -p base_model= a directory, OWNER/NAME, or small"
@@ -192,12 +233,13 @@ def relative(path: Path) -> str:
 
 def local_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the `-p` values with existing paths made absolute: relative ones are the user's, not the run's."""
-    path_keys = ("data_source", "data.source", "base_model", "model.base_model")
-    return {
-        key: str(Path(value).expanduser().resolve()) if key in path_keys and _is_path(value) else value
-        for key, value in parameters.items()
-    }
+    return {key: _absolute(value) if key in PATH_KEYS else value for key, value in parameters.items()}
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and value not in ("", "small", "embedded") and Path(value).expanduser().exists()
+def _absolute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_absolute(each) for each in value]
+    if not isinstance(value, str) or value in ("", "small", "embedded"):
+        return value
+    path = Path(value).expanduser()
+    return str(path.resolve()) if path.exists() or matching_paths(path) else value

@@ -213,7 +213,7 @@ def watch(run_id: str, server: PipelineServer, timeout_seconds: float | None, na
             break
         if time.monotonic() > give_up_at:
             raise UserError(f"the run has not ended after {timeout_seconds:.0f} s",
-                            f"python pipeline.py --watch {run_id} goes on watching")  # fmt: skip
+                            f"continue with python pipeline.py --watch {run_id}")  # fmt: skip
         pods.report()
         time.sleep(POLL_SECONDS)
     state = state_of(run)

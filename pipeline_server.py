@@ -32,6 +32,9 @@ RETRY_SECONDS = 60.0
 """How long to keep retrying a failing server."""
 WATCH_RETRY_SECONDS = 600.0
 """The same while a run is watched."""
+SETTLE_SECONDS = 15.0
+"""After this, the server lists a run that a schedule has just started. A workflow made by the schedule's controller is
+unknown to the server until its persistence agent reports it: kubeflow/pipelines, backend/src/agent/persistence."""
 LOGIN_SECONDS = 12 * 3600.0
 """How long a watched run waits for another login: the token of `oc login` expires after a day."""
 Result = TypeVar("Result")
@@ -98,8 +101,8 @@ def _route(cluster: Any) -> str:
         raise UserError(f"cannot ask project {cluster.namespace} for its pipeline server ({error.status} "
                         f"{error.reason})", "give --endpoint") from None  # fmt: skip
     if address is None:
-        raise UserError(f"project {cluster.namespace} has no pipeline server", "configure one in the dashboard "
-                        "(Data Science Projects, Pipelines), or give --endpoint")  # fmt: skip
+        raise UserError(f"project {cluster.namespace} has no pipeline server", "create one with "
+                        "deploy/components/pipeline-server/ or in the dashboard, or give --endpoint")  # fmt: skip
     return address
 
 
@@ -188,10 +191,12 @@ class PipelineServer:
             nonlocal failing_since, is_refused
             was_refused, is_refused = is_refused, getattr(error, "status", None) == 401
             if is_refused and not was_refused:
-                log.warning("run: the login has expired; log in again with oc login, and the watching goes on")
+                log.warning("run: the login has expired; log in again with oc login within %.0f hours, and watching "
+                            "continues", LOGIN_SECONDS / 3600)  # fmt: skip
             elif failing_since is None:
                 words = f"{error.status} {error.reason}" if isinstance(error, ApiException) else one_line(error, 100)
-                log.warning("run: the pipeline server does not answer (%s), trying again", words)
+                seconds = min(WATCH_RETRY_SECONDS, give_up_at - time.monotonic())
+                log.warning("run: the pipeline server does not answer (%s), trying again for %.0f s", words, seconds)
             failing_since = failing_since or time.monotonic()
 
         with self._errors_in_words(), _quiet():
@@ -376,6 +381,8 @@ class PipelineServer:
         """
         for schedule_id in schedule_ids:
             self.call(self.client.disable_recurring_run, schedule_id)
+        if schedule_ids:
+            time.sleep(SETTLE_SECONDS)
         active = [run for run in self._active_runs() if run.schedule_id in schedule_ids] if schedule_ids else []
         for schedule_id in {*schedule_ids} - {run.schedule_id for run in active}:
             self.call(self.client.delete_recurring_run, schedule_id)

@@ -37,6 +37,8 @@ SHAPES: dict[str, dict[str, int]] = {
 TOKENIZER_WORDS = 16384
 EPOCHS = 4
 BATCH, ACCUMULATION = 8, 2
+MAX_SPREAD = 1.1
+"""A ratio is printed only where the slowest round took at most this much longer than the fastest."""
 OFF = {"stop_backward": False, "packing": False, "answer_head": False, "cache": "none", "shared_prefix": False}
 """Tail training with all of its savings switched off: the fields of `Savings`, and the recipe's `tail.cache`."""
 EARLIER = {"tied": True, "recipe": {"stages.0.loss": "all"}, "args": {"gradient_checkpointing": True}}
@@ -53,7 +55,7 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tailtune.fetch.small_model import train_tokenizer
-    from tailtune.kinds.chat.prompt import row_answer, row_question
+    from tailtune.kinds.chat.prompt import row_messages
     from tailtune.manifest import publish
     from tailtune.parquet.write import write_parquet
     from tailtune.recipe.load import load_recipe, with_overrides
@@ -61,7 +63,7 @@ def prepare(folder: Path, data: Path, shape: str) -> None:
     recipe = with_overrides(load_recipe("survival"), {"model.small.vocab_size": TOKENIZER_WORDS})
     write_parquet(data, folder / "data", recipe.data)
     rows = pq.read_table(folder / "data" / "data.parquet").to_pylist()
-    texts = [f"{row_question(recipe.prompt, r)}\n{row_answer(recipe.prompt, r)}" for r in rows]
+    texts = ["\n".join(message["content"] for message in row_messages(recipe.prompt, row)[1:]) for row in rows]
     assert recipe.model.small is not None
     tokenizer = train_tokenizer(recipe.model.small, texts)
     config = AutoConfig.for_model("smollm3", **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True,
@@ -91,8 +93,8 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from transformers.utils import logging
     from trl import SFTConfig, SFTTrainer
 
-    from tailtune.kinds.chat.prompt import freeze_chat_template
-    from tailtune.kinds.chat.train import conversations
+    from tailtune.kinds.chat.prompt import encode_row, freeze_chat_template
+    from tailtune.kinds.chat.train import tokenized
     from tailtune.parquet.split import split_rows
     from tailtune.recipe.load import load_recipe, with_overrides
     from tailtune.recipe.schema import TailSettings
@@ -130,9 +132,12 @@ def steps(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     clock = Clock(spec.get("warmup", 2), bool(spec.get("flops")))
     callbacks = [type("Callback", (TrainerCallback,), {"on_step_begin": clock.begin, "on_step_end": clock.end})()]
-    plain = SFTTrainer(model=model, args=args, train_dataset=conversations(recipe.prompt, train),
-                       eval_dataset=conversations(recipe.prompt, validation), processing_class=tokenizer,
-                       callbacks=callbacks)  # fmt: skip
+    train_rows, eval_rows = (
+        tokenized([encode_row(tokenizer, recipe.prompt, row) for row in rows.to_pylist()], stage.loss)
+        for rows in (train, validation)
+    )
+    plain = SFTTrainer(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
+                       processing_class=tokenizer, callbacks=callbacks)  # fmt: skip
     trainer: Any = plain
     frozen_seconds = 0.0
     if "cache" in spec:
@@ -414,20 +419,29 @@ def each(runs: list[dict[str, Any]], name: str) -> str:
     return ", ".join(f"{run[name]:.0f}" for run in runs)
 
 
+def ratios(stock: list[float], tail: list[float]) -> str:
+    """The smallest and the largest ratio of two rounds' seconds; none where the rounds of one of them disagree."""
+    for name, seconds in (("its", stock), ("tail training's", tail)):
+        if max(seconds) > MAX_SPREAD * min(seconds):
+            return f"none: {name} rounds differ by {100 * (max(seconds) / min(seconds) - 1):.0f} %"
+    return f"{min(stock) / max(tail):.1f} to {max(stock) / min(tail):.1f}"
+
+
 def tables(results: dict[str, Any]) -> None:
     if "rounds" in results:
         rounds = results["rounds"]
         best = min(rounds["whole"], key=lambda run: run["seconds"])
-        print("| way | seconds, each run | fastest, tail training = 1 | memory above imports, MiB |")
+        tail = [run["seconds"] for run in rounds["whole"]]
+        print("| way | seconds, each run | tail training = 1 | memory above imports, MiB |")
         print("|---|---:|---:|---:|")
         memory = (best["peak"] - results["imports"]) / 2**20
         print(f"| tail training, complete | {each(rounds['whole'], 'seconds')} | 1 | {memory:.0f} |")
         for name in ("tuned", "tuned, padding-free", "earlier"):
             runs = rounds[name]
-            ratio = min(run["total_seconds"] for run in runs) / best["seconds"]
+            ratio = ratios([run["total_seconds"] for run in runs], tail)
             steps = f"{sum(run['steps_timed'] for run in runs)} steps of {runs[0]['total_steps']}"
             memory = max(run["memory"] for run in runs) / 2**20
-            print(f"| stock, {name}, {steps} | {each(runs, 'total_seconds')} | {ratio:.1f} | {memory:.0f} |")
+            print(f"| stock, {name}, {steps} | {each(runs, 'total_seconds')} | {ratio} | {memory:.0f} |")
     if "ceiling" in results:
         timed, counted = results["timed"], results["counted"]["flops_of"]
         seconds = {"frozen layers": timed["fill_seconds"], "step": timed["step_seconds"]}

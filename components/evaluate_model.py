@@ -14,11 +14,14 @@ def evaluate_model(run: str, data_dir: str, tuned_model_dir: str, metrics: Outpu
 
     from tailtune.evaluate import evaluate_models
     from tailtune.log import step
-    from tailtune.run import DATA_FILE, Run
+    from tailtune.owner import own_run
+    from tailtune.retention import refuse_removed
+    from tailtune.run import DATA_FILE
 
     with step("evaluate"):
-        this = Run.from_json(run)
+        this = own_run(run)
         data, tuned = Path(data_dir) / DATA_FILE, Path(tuned_model_dir)
+        refuse_removed(data.parent, tuned, this.base_model_path)
         document = evaluate_models(this.recipe, data, this.base_model_path, tuned, this.evaluation_path)
         for name, value in document["metrics"].items():
             if math.isfinite(value):

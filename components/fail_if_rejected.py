@@ -10,7 +10,7 @@ def fail_if_rejected(run: str, report: str) -> None:
     """Fail, after the report has been written."""
     from tailtune.gate import raise_verdict
     from tailtune.log import step
-    from tailtune.run import Run
+    from tailtune.owner import own_run
 
     with step("gate"):
-        raise_verdict(Run.from_json(run).verdict_path, report)
+        raise_verdict(own_run(run).verdict_path, report)

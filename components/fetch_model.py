@@ -1,4 +1,4 @@
-"""Fetch the base model to the model volume, while the data is converted.
+"""Fetch the base model to the model volume, while the data is fetched and converted.
 
 A model built from the data, or that of a run that may find no new data, is left to the train step.
 """
@@ -14,11 +14,15 @@ def fetch_model(run: str) -> str:
     from tailtune.fetch.certificates import trust_mounted_certificates
     from tailtune.fetch.model import provide_base_model
     from tailtune.log import step
+    from tailtune.resolve import claim_directories
+    from tailtune.retention import remove_old_runs
     from tailtune.run import Run
 
     with step("model"):
         trust_mounted_certificates()
         this = Run.from_json(run)
+        claim_directories(this)
+        remove_old_runs(this)  # as the step beside this one: whichever is first
         if this.recipe.model.base_model != "small" and not this.recipe.data.skip_unchanged:
-            provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir)
+            provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir, store=this.base_models_dir)
         return str(this.base_model_path)

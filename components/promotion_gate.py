@@ -14,11 +14,11 @@ def promotion_gate(run: str, evaluation: str, verdict: Output[Artifact], page: O
     from tailtune.files import write_json
     from tailtune.gate import judge_file, verdict_markdown
     from tailtune.log import step
-    from tailtune.run import Run
+    from tailtune.owner import own_run
     from tailtune.skip_unchanged import record_promotion
 
     with step("gate"):
-        this = Run.from_json(run)
+        this = own_run(run)
         judged = judge_file(this.recipe, Path(evaluation), this.verdict_path)
         write_json(Path(verdict.path), judged)
         Path(page.path).write_text(verdict_markdown(judged), encoding="utf-8")

@@ -17,12 +17,16 @@ def train_stage(run: str, data_dir: str, summary: Output[Metrics]) -> str:
     from tailtune.files import read_json
     from tailtune.jobs.train_step import train_stage
     from tailtune.log import step
-    from tailtune.run import Run
+    from tailtune.owner import own_run
+    from tailtune.retention import refuse_removed
 
     with step("train"):
-        this = Run.from_json(run)
+        this = own_run(run)
         trust_mounted_certificates()
-        base = provide_base_model(this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir)
+        refuse_removed(Path(data_dir))
+        base = provide_base_model(
+            this.recipe, Path(data_dir), this.base_model_dir, this.small_model_cache_dir, this.base_models_dir
+        )
         best_model_dir = train_stage(this, Path(data_dir), base)
         for name, value in read_json(this.models_dir / "training_summary.json").items():
             if isinstance(value, int | float) and math.isfinite(value):

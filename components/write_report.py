@@ -13,11 +13,13 @@ def write_report(run: str, tuned_model_dir: str, report: Output[HTML]) -> str:
     from pathlib import Path
 
     from tailtune.log import step
+    from tailtune.owner import own_run
     from tailtune.report.collect import write_report
-    from tailtune.run import Run
+    from tailtune.retention import refuse_removed
 
     with step("report"):
-        this = Run.from_json(run)
+        this = own_run(run)
+        refuse_removed(this.parquet_dir, Path(tuned_model_dir), this.base_model_path)
         path = write_report(this, this.base_model_path, Path(tuned_model_dir))
         shutil.copyfile(path, report.path)
         return str(path)

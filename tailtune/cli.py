@@ -18,7 +18,8 @@ from tailtune.log import configure
 from tailtune.manifest import read_manifest
 from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
-from tailtune.run import DATA_FILE, Run
+from tailtune.retention import refuse_removed
+from tailtune.run import DATA_FILE, Run, any_run
 
 DIRECTORY = click.Path(path_type=Path)
 parameter_option = click.option(
@@ -67,6 +68,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
     models = {"base": run.base_model_path, "tuned": run.best_model_dir}
     chosen = ["base", "tuned"] if which == "both" else [which]
     for name in chosen:
+        refuse_removed(models[name])
         if not (models[name] / "config.json").is_file():
             raise UserError(f"the {name} model of run '{run.name}' is not at {models[name]}", "finish the run first")
     from tailtune.kinds.chat.inference import load_chat_model, stream_answer
@@ -90,6 +92,7 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
     require_train("evaluate")
     resolved = _recipe(recipe, parameters)
     path = data_dir / DATA_FILE
+    refuse_removed(data_dir, model, *([base] if base else []))
     if not path.is_file():
         raise UserError(f"{data_dir} contains no {DATA_FILE}", "give the data/parquet directory of a run")
     models = {"tuned": model} if base is None else {"base": base, "tuned": model}
@@ -176,16 +179,50 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
 @main.command()
 @namespace_option
 @dry_run_option
+@click.option("--runs", "old_runs", is_flag=True, help="Remove what old runs no longer need, instead of jobs.")
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="With --runs: instead of keep_runs.")
+@click.option("--keep-models", type=click.IntRange(min=1), metavar="N", help="With --runs: instead of keep_models.")
+@click.option("--named", is_flag=True, help="With --runs: also runs that somebody has named, as all local ones are.")
 @_one_line_errors
-def gc(namespace: str | None, dry_run: bool) -> None:
+def gc(namespace: str | None, dry_run: bool, old_runs: bool, keep: int | None, keep_models: int | None,
+       named: bool) -> None:  # fmt: skip
     """Delete orphaned training jobs: those that no pipeline step is waiting for.
 
     A step between two attempts is not waiting either; its next attempt recreates the job and resumes.
+
+    With --runs: remove checkpoints, base models, cached hidden states, models and data of old runs, below runs/ or, in
+    a pod that mounts the volumes, on these. Try --dry-run first.
     """
+    if old_runs:
+        if namespace:
+            raise click.UsageError("--namespace is for jobs; --runs works where the volumes are mounted")
+        _remove_runs(keep, keep_models, named=named, dry_run=dry_run)
+        return
+    if keep or keep_models or named:
+        raise click.UsageError("--keep, --keep-models and --named need --runs")
     from tailtune.jobs import cleanup
     from tailtune.jobs.kubernetes import KubernetesClient
 
     _print_deleted(cleanup.collect_garbage(KubernetesClient(namespace, api_seconds=20), dry_run=dry_run), dry_run)
+
+
+def _remove_runs(keep: int | None, keep_models: int | None, *, named: bool, dry_run: bool) -> None:
+    from tailtune import retention
+
+    layout = any_run()
+    if not any(layout.siblings()):
+        raise UserError(
+            f"there is no run in {layout.promotions_dir.parent}/", "start it where runs/ or the volumes are"
+        )
+    total = 0
+    for line, num_bytes in retention.collect_runs(
+        layout, keep_runs=keep, keep_models=keep_models, named=named, dry_run=dry_run
+    ):
+        click.echo(line)
+        total += num_bytes
+    kept = 0 if named else sum(run.is_named for run in retention.stored_runs(layout))
+    hint = f"; {kept} runs have names and stay, unless you add --named" if kept else ""
+    click.echo(f"{retention.in_words(total)} {'would be ' if dry_run else ''}removed{hint}", err=True)
 
 
 def _print_deleted(names: list[str], dry_run: bool) -> None:

@@ -28,6 +28,12 @@ def template_fields(template: str) -> list[str]:
     return [name for _, name, _, _ in parts if name]
 
 
+def copied_column(template: str) -> str | None:
+    """The column that a template such as `{tags}` copies; None for a template with more than a name."""
+    names = template_fields(template)
+    return names[0] if len(names) == 1 and template == f"{{{names[0]}}}" else None
+
+
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
     """The template with the row's values in place of its `{names}`. Braces in a value stay as they are."""
     return "".join(

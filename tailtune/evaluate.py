@@ -8,7 +8,7 @@ from tailtune.files import read_json, sha256_json, write_json
 from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity
-from tailtune.metrics import FEW_ROWS, MetricTable, ModelScores
+from tailtune.metrics import FEW_ROWS, REFERENCE, MetricTable, ModelScores
 from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
 
@@ -21,6 +21,7 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
     key = sha256_json({
         "recipe": recipe.model_dump(mode="json", include={"prompt", "generation", "evaluation", "seed", "data"}),
         "version": RESULTS_VERSION,
+        "measured": list(metric_table(recipe.stages[0].kind).labels),
         "models": [directory_identity(base), directory_identity(tuned)],
         "data": content_sha256(data.parent, data.name),
     })  # fmt: skip
@@ -49,6 +50,7 @@ def compare_models(recipe: Recipe, data: Path, models: dict[str, Path]) -> dict[
     if table.floor:  # by the tuned model's tokenizer
         floor = kind.measure_floor(models["tuned"], train, validation, recipe.prompt)
         metrics[table.headline_of(table.floor.name)] = floor
+    metrics |= {f"{REFERENCE}_{name}": value for name, value in scores["tuned"].references.items()}
     metrics |= _ratios(table, metrics)
     examples = zip(*(score.examples for score in scores.values()), strict=True)
     return {
@@ -64,14 +66,15 @@ def compare_models(recipe: Recipe, data: Path, models: dict[str, Path]) -> dict[
 
 
 def _ratios(table: MetricTable, metrics: dict[str, float]) -> dict[str, float]:
-    """The tuned model's headline divided by the floor and by the base model's, where they were measured."""
-    tuned = metrics[table.headline_of("tuned")]
-    sides = [table.floor.name] if table.floor else []
-    values = {side: metrics.get(table.headline_of(side)) for side in [*sides, "base"]}
+    """The table's ratios of which both values were measured; NaN where the divisor is 0."""
+    values = (
+        (f"{metric.name}_vs_{side}", metrics.get(f"tuned_{metric.name}"), metrics.get(f"{side}_{metric.name}"))
+        for metric, side in table.ratios
+    )
     return {
-        f"{table.headline.name}_vs_{side}": tuned / value if value else math.nan
-        for side, value in values.items()
-        if value is not None
+        name: tuned / divisor if divisor else math.nan
+        for name, tuned, divisor in values
+        if tuned is not None and divisor is not None
     }
 
 

@@ -1,12 +1,23 @@
-"""Files: JSON and text written atomically, hashes, free space."""
+"""Files: JSON and text written atomically, hashes, sizes, globs, deletion that may be killed."""
 
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
+import uuid
+from contextlib import suppress
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
+
+from tailtune.progress import Progress
+
+LARGE_BYTES = 256 << 20
+"""Hashing a file of this size may be seen to take time."""
+GARBAGE = ".garbage"
+"""Ending of the name that `discard` gives to what it deletes."""
 
 
 def free_bytes(directory: Path) -> int:
@@ -24,10 +35,21 @@ def _existing(path: Path) -> Path:
     return next(ancestor for ancestor in (path, *path.parents) if ancestor.exists())
 
 
+def matching_paths(pattern: Path) -> list[Path]:
+    """Return the files that a path with `*`, `?` or `[…]` matches, sorted; none for a path without."""
+    if not has_magic(str(pattern)):
+        return []
+    return sorted(path for path in map(Path, glob(str(pattern), recursive=True)) if path.is_file())
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    num_bytes = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        if num_bytes < LARGE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        with Progress(f"sha256: {path.name}", num_bytes, "bytes", measure=file.tell):
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_json(value: Any) -> str:
@@ -65,3 +87,40 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def num_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files below a directory. Links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        return path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+    total = 0
+    for directory, _, files in os.walk(path):
+        for name in files:
+            with suppress(FileNotFoundError):  # another process writes or deletes here
+                status = os.lstat(os.path.join(directory, name))
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+def discard(path: Path) -> None:
+    """Delete a file or directory under another name, which tells a later `delete_garbage` what a killed one has left.
+
+    A link is deleted, not what it points to. Raises OSError.
+    """
+    garbage = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{GARBAGE}")
+    path.rename(garbage)
+    _delete(garbage)
+
+
+def delete_garbage(directory: Path) -> None:
+    """Delete what interrupted calls of `discard` have left in `directory`. Raises OSError."""
+    for path in directory.glob(f".*{GARBAGE}"):
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    with suppress(FileNotFoundError):  # another process deletes it too
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,4 +1,7 @@
-"""The promotion gate: the recipe's rules against the evaluation's metrics. What cannot be judged fails."""
+"""The promotion gate: the recipe's rules against the evaluation's metrics. What cannot be judged fails.
+
+The same rules, under `expect`, compare the data with what the prompt asks for, before anything is trained.
+"""
 
 import math
 import operator
@@ -8,6 +11,7 @@ from typing import Any, NoReturn
 
 from tailtune.errors import UserError
 from tailtune.files import read_json, write_json
+from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
 from tailtune.recipe.schema import GateRule, Recipe
 
@@ -63,6 +67,25 @@ def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]
     for line in verdict_lines(verdict):
         log.info("gate: %s", line.removeprefix("gate "))
     return verdict
+
+
+def check_data(recipe: Recipe, data: Path, output: Path) -> dict[str, Any]:
+    """Measure what a Parquet file teaches, warn where the recipe expects something else, and write `output` (JSON).
+
+    Returns `metrics`, those of the kind that describe texts, and `rules`, the judged ones of `expect`. Nothing fails.
+    """
+    kind = recipe.stages[0].kind
+    metrics = kind_module(kind, "style").measure_data(recipe.prompt, data)
+    document = {"metrics": metrics, "rules": judge(recipe.expect, metrics)["rules"]}
+    write_json(output, document)
+    declared = {metric.name: metric for metric in metric_table(kind).of_texts}
+    taught = ", ".join(declared[name].describe(value) for name, value in metrics.items())
+    log.info("parquet: the rows teach %s", taught)
+    if failed := [rule for rule in document["rules"] if not rule["passed"]]:
+        wanted = (declared[rule["metric"]].describe(rule["threshold"], rule["comparison"]) for rule in failed)
+        log.warning("parquet: the recipe expects %s; a model learns from its rows, whatever the prompt says: "
+                    "change the rows, the prompt or `expect`", ", ".join(wanted))  # fmt: skip
+    return document
 
 
 def raise_verdict(verdict_path: Path, report: str) -> NoReturn:

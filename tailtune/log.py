@@ -1,7 +1,8 @@
-"""Log lines of one format, in a pod, on a terminal and in the local pipeline.
+"""Log lines of one format, in a pod, on a terminal and in the local pipeline; on a terminal, a progress bar below them.
 
 Every line of a step starts with the step's name. The local pipeline shows the user exactly the lines that carry
-`LINE_PREFIX`; everything else (KFP's own output) is only in the log file.
+`LINE_PREFIX`, and the bar that those with `BAR_PREFIX` describe; everything else (KFP's own output) is only in the log
+file.
 """
 
 import json
@@ -12,23 +13,71 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from tailtune.errors import UserError
 
 LINE_PREFIX = "tailtune | "
+BAR_PREFIX = "tailtune ~ "
+BAR_LINES = "TAILTUNE_BAR_LINES"
+"""Environment variable that is set where a reader of the output draws the bar: it is then written as lines."""
 EVENTS = "TAILTUNE_EVENTS"
 """Environment variable with the path of a file to which `step` appends the UserErrors that end steps."""
 log = logging.getLogger("tailtune")
 
 
+class Terminal:
+    """A stream of lines. If it is a terminal, its last line may be a progress bar, which lines push down."""
+
+    def __init__(self, stream: TextIO, *, bar_lines: bool = False) -> None:
+        self._stream, self._bar_lines, self._bar = stream, bar_lines, ""
+        self.shows_bars = bar_lines or stream.isatty()
+
+    def write(self, lines: str) -> None:
+        """Write whole lines."""
+        self._stream.write(f"{self._erased()}{lines}{self._bar}")
+        self._stream.flush()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def show_bar(self, text: str) -> None:
+        """Show `text` as the bar, in place of the last one; "" removes it."""
+        if self._bar_lines:
+            self.write(f"{BAR_PREFIX}{text}\n")
+        elif self.shows_bars:
+            erased, self._bar = self._erased(), text[: self._num_columns() - 1]
+            self._stream.write(f"{erased}{self._bar}")
+            self._stream.flush()
+
+    def _erased(self) -> str:
+        return "\r\x1b[K" if self._bar else ""
+
+    def _num_columns(self) -> int:
+        return os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals do not know their size
+
+
 def configure() -> None:
     """Send tailtune's lines to stderr, whatever other libraries do with the root logger."""
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(Terminal(sys.stderr, bar_lines=BAR_LINES in os.environ))
         handler.setFormatter(logging.Formatter(LINE_PREFIX + "%(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
+
+
+def show_bar(text: str) -> bool:
+    """Show `text` as the progress bar, "" for none. Return whether there is a terminal to show it on."""
+    for handler in log.handlers:
+        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Terminal):
+            handler.acquire()  # a line that another thread is writing ends first
+            try:
+                handler.stream.show_bar(text)
+            finally:
+                handler.release()
+            return handler.stream.shows_bars
+    return False
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from tailtune.files import read_json, sha256_file, sha256_json, write_json
 
 MANIFEST = "manifest.json"
-RESULTS_VERSION = 3
+RESULTS_VERSION = 4
 """Part of the steps' keys: increase it when the same input gives another result."""
 
 

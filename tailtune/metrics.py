@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 SIDES = ("base", "tuned")
+REFERENCE = "reference"
+"""The side of the validation rows' own answers, in the names of metrics that describe texts."""
 FEW_ROWS = 30
 """With fewer validation rows, differences may be due to chance; the log and the report say so."""
 
@@ -29,8 +31,18 @@ class Metric:
     """A number from 0 to 1 that is shown in percent."""
     of_generated: bool = False
     """Measured on the `num_generated` rows for which text is generated, so it may be absent."""
+    of_texts: bool = False
+    """Describes texts, whoever wrote them: also measured on the references and on all rows of the data."""
+    compared_with: tuple[str, ...] = ()
+    """Sides that the tuned model's value is divided by; `base` gives `answer_words_vs_base`."""
     long_label: str = ""
     """Label that says the unit as well, for a place without a column of units."""
+
+    def describe(self, value: float, comparison: str = "") -> str:
+        """The value in a log line: `words per answer 23`, `answers with a warning >= 20 %`."""
+        label = self.long_label or self.label
+        number = f"{100 * value:.3g} %" if self.is_share else f"{value:g}"
+        return " ".join(filter(None, (label[0].lower() + label[1:], comparison, number)))
 
 
 @dataclass(frozen=True)
@@ -66,17 +78,30 @@ class MetricTable:
         return f"{side}_{self.headline.name}"
 
     @cached_property
+    def of_texts(self) -> tuple[Metric, ...]:
+        """The metrics that describe texts. A recipe's `expect` names them without a side."""
+        return tuple(metric for metric in self.metrics if metric.of_texts)
+
+    @cached_property
+    def ratios(self) -> tuple[tuple[Metric, str], ...]:
+        """Each metric of which a ratio is measured, and the side that the tuned model's value is divided by."""
+        floor = [(self.headline, self.floor.name)] if self.floor else []
+        others = ((metric, side) for metric in self.metrics for side in metric.compared_with)
+        return (*floor, (self.headline, "base"), *others)
+
+    @cached_property
     def labels(self) -> dict[str, str]:
         """Every name that evaluation.json may hold → its label: `tuned_token_accuracy` → Token accuracy, tuned.
 
-        First each metric of each model, then the floor, then the headline's ratios.
+        First each metric of each model, then those of the references, the floor, and the ratios.
         """
-        name, label = self.headline.name, self.headline.label
         labels = {f"{side}_{metric.name}": f"{metric.label}, {side}" for side in SIDES for metric in self.metrics}
+        labels |= {f"{REFERENCE}_{metric.name}": f"{metric.label}, {REFERENCE}" for metric in self.of_texts}
         if self.floor:
-            labels[self.headline_of(self.floor.name)] = f"{label}, {self.floor.label}"
-            labels[f"{name}_vs_{self.floor.name}"] = f"{label}, tuned ÷ {self.floor.label}"
-        labels[f"{name}_vs_base"] = f"{label}, tuned ÷ base"
+            labels[self.headline_of(self.floor.name)] = f"{self.headline.label}, {self.floor.label}"
+        for metric, side in self.ratios:
+            divisor = self.floor.label if self.floor and side == self.floor.name else side
+            labels[f"{metric.name}_vs_{side}"] = f"{metric.label}, tuned ÷ {divisor}"
         return labels
 
 
@@ -90,3 +115,5 @@ class ModelScores:
     """What a few rows ask for, and this model's `answer`. All other entries are the same for every model."""
     num_generated: int
     """Rows for which text was generated."""
+    references: dict[str, float]
+    """The metrics that describe texts, of the references of these rows; the same for every model."""

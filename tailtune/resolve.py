@@ -8,9 +8,11 @@ from tailtune.errors import UserError
 from tailtune.files import free_bytes, write_json
 from tailtune.imports import INSTALL_TRAIN, uncollected
 from tailtune.log import log
+from tailtune.owner import refuse_if_not_free, take_ownership
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_recipe, with_local_overlay, with_overrides
-from tailtune.recipe.schema import ClusterNames, Recipe, without_secrets
-from tailtune.run import MOUNTS, RUN_NAME, Run
+from tailtune.recipe.schema import ClusterNames, Recipe, show_sources, source_list
+from tailtune.retention import start_anew
+from tailtune.run import MOUNTS, RUN_NAME, SHARED_DIRECTORIES, Run
 from tailtune.train.arguments import check_trainer_arguments, check_trainer_values
 from tailtune.train.hardware import find_profile
 from tailtune.training_key import has_trained, refuse_other_settings
@@ -43,8 +45,10 @@ def resolve_run(
     name = run_name or pipeline_run
     check_run_name(name, "run_name")
     recipe = with_overrides(parse_recipe(recipe_json), overrides)
-    if local and recipe.resources.num_nodes != 1:
-        raise UserError(f"num_nodes is {recipe.resources.num_nodes}, but this machine is one node", "set num_nodes=1")
+    for index, stage in enumerate(recipe.stages if local else ()):
+        if (num_nodes := recipe.resources_of(stage).num_nodes) != 1:
+            raise UserError(f"num_nodes is {num_nodes}, but this machine is one node",
+                            f"set {recipe.resource_key(index, 'num_nodes').removeprefix('resources.')}=1")  # fmt: skip
     if not _has_built_in_training(recipe):
         check_recipe(recipe)
     templates = {"data_dir": data_dir, "models_dir": models_dir, "workspace_dir": workspace_dir}
@@ -59,14 +63,30 @@ def resolve_run(
     else:
         from tailtune.doctor.examine import refuse_blocked
 
+        _clean_up()
         refuse_blocked(recipe, images=(recipe.cluster.pipeline_image, recipe.cluster.trainer_image))
     log.info(
         "resolve: recipe %s, base model %s, data %s",
         recipe.name,
         recipe.model.base_model,
-        without_secrets(recipe.data.source),
+        show_sources(recipe.data.source),
     )
     return run
+
+
+def _clean_up() -> None:
+    """Delete jobs that ended runs have left, before the doctor counts what is free."""
+    from kubernetes.client import ApiException
+
+    from tailtune.jobs.cleanup import delete_jobs_of_ended_runs
+    from tailtune.jobs.kubernetes import KubernetesClient, in_words
+
+    try:
+        for name in delete_jobs_of_ended_runs(KubernetesClient()):
+            log.info("resolve: job %s of a run that was ended is deleted", name)
+    except (UserError, ApiException) as error:  # the doctor says what is missing
+        problem = error.problem if isinstance(error, UserError) else in_words(error)
+        log.info("resolve: jobs of ended runs are not looked for: %s", problem)
 
 
 def claim_directories(run: Run) -> None:
@@ -75,17 +95,24 @@ def claim_directories(run: Run) -> None:
     Raises UserError for checkpoints that were made with other settings, and while another run of the same name is in
     progress.
     """
-    if run.run_path.is_file() and has_trained(run.models_dir / "checkpoints"):
+    if not run.local:  # first, because the remedy for other settings may be to delete the directories
+        refuse_if_not_free(run, _is_active)
+    if run.run_path.is_file() and has_trained(run.models_dir):
         earlier = Run.from_json(run.run_path.read_text(encoding="utf-8")).recipe
         refuse_other_settings(earlier, run.recipe, run.models_dir)
     if not run.local:
-        from tailtune.jobs.kubernetes import claim
-
-        claim(run)
+        take_ownership(run, _is_active)
         directories = ((MOUNTS[name], getattr(run, name)) for name in MOUNTS)
         free = ", ".join(f"{mount} {free_bytes(path) / 1e9:.0f} GB" for mount, path in directories)
         log.info("free on the volumes: %s", free)
+    start_anew(run)
     write_json(run.run_path, run.model_dump(mode="json"))
+
+
+def _is_active(pipeline_run: str) -> bool:
+    from tailtune.jobs.kubernetes import pipeline_run_is_active  # a second, which most steps do not need
+
+    return pipeline_run_is_active(pipeline_run)
 
 
 def _has_built_in_training(recipe: Recipe) -> bool:
@@ -112,6 +139,8 @@ def check_run_name(name: str, parameter: str) -> None:
         raise UserError(
             f"{parameter} '{name}': use letters, digits, '-', '_' and '.', at most 100, not starting with '-' or '.'"
         )
+    if name in SHARED_DIRECTORIES:
+        raise UserError(f"{parameter} '{name}' is the name of a directory that all runs share", "choose another")
 
 
 def check_volume_names(names: ClusterNames) -> None:
@@ -126,7 +155,7 @@ def check_volume_names(names: ClusterNames) -> None:
         if name in RESERVED_VOLUMES:
             raise UserError(f"{parameter} '{name}' is also the name of a volume that every pod has", "choose another")
     for parameter, name in secrets.items():
-        if [*{*claims.values()}, *secrets.values()].count(name) > 1:
+        if [*claims.values(), *secrets.values()].count(name) > 1:
             raise UserError(f"{parameter} '{name}' is also the name of another claim or secret", "choose another")
 
 
@@ -135,6 +164,8 @@ def check_recipe(recipe: Recipe, *, before_submit: bool = False) -> None:
 
     Before a run is submitted, TRL may not be installed: then the run's first step checks what only TRL knows.
     """
+    if before_submit:
+        refuse_own_paths(recipe)
     find_profile("cpu", recipe.hardware.profile)
     check_trainer_values(recipe)
     try:
@@ -150,3 +181,18 @@ def check_recipe(recipe: Recipe, *, before_submit: bool = False) -> None:
         )
         return
     check_trainer_arguments(recipe)
+
+
+def refuse_own_paths(recipe: Recipe) -> None:
+    """Raise UserError where a recipe names a path on this machine, which the pods of a cluster do not have."""
+    sources = [*source_list(recipe.data.source), *source_list(recipe.data.validation_source)]
+    paths = [(source, "data_dir") for source in sources if source != "embedded" and "://" not in source]
+    if recipe.model.base_model.startswith(("/", ".", "~")):
+        paths.append((recipe.model.base_model, "models_dir"))
+    for path, field in paths:
+        if not path.startswith(tuple(f"{mount}/" for mount in MOUNTS.values())):
+            raise UserError(
+                f"{path} is a path on this machine, and a cluster's pods cannot read it",
+                f"copy it to the volume and name it as {MOUNTS[field]}/…, as step 17 of the runbook shows, or give an "
+                "address",
+            )

@@ -1,6 +1,7 @@
 """One run: a resolved recipe and its directories. The layout of the volumes is defined here, and only here."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,6 +14,8 @@ DATA_FILE = "data.parquet"
 """Name of the file that the parquet step publishes: all rows, split when read."""
 RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 """A run's name is the name of its directories."""
+SHARED_DIRECTORIES = frozenset({"base_models", "hidden_state_cache", "promoted", "small_models"})
+"""Directories of all runs next to theirs on the volumes, so no run may have these names."""
 
 MOUNTS = {"data_dir": "/shared/data", "models_dir": "/shared/models", "workspace_dir": "/shared/workspace"}
 """Where the claims are mounted in every pod of a cluster, steps and training alike."""
@@ -23,25 +26,22 @@ def local_directories(local_dir: Path) -> dict[str, str]:
     return {f"{name}_dir": str(local_dir / name) for name in ("data", "models", "workspace")}
 
 
-class Run(Config):
-    """The input of every step, passed between them as one JSON parameter."""
+class RunDirectories(Config):
+    """Where the files of a run are."""
 
     name: str
-    recipe: Recipe
     data_dir: Path
     """This run's directory on the data volume."""
     models_dir: Path
     """This run's directory on the model volume."""
     workspace_dir: Path
     """This run's directory on the workspace volume: reports, logs, caches."""
-    pipeline_run: str = ""
-    """Id of the pipeline's run: tells several runs of the same name apart."""
     local: bool
     """Whether the run is on one machine, with the recipe's `local:` overlay and the layout of `local_directories`."""
 
     @property
     def raw_dir(self) -> Path:
-        """The source file as fetched, with its manifest."""
+        """The source files as fetched, with their manifest."""
         return self.data_dir / "raw"
 
     @property
@@ -51,18 +51,22 @@ class Run(Config):
 
     @property
     def base_model_dir(self) -> Path:
-        """The base model, when it is downloaded or built."""
+        """The base model: built for this run, a link into `base_models_dir`, or a copy that an earlier version made."""
         return self.models_dir / "base_model"
 
     @property
-    def base_model_path(self) -> Path:
-        """Where the base model is, or will be: the directory that the recipe names, or this run's own."""
-        named = self.recipe.model.directory
-        return named.resolve() if named else self.base_model_dir
+    def base_models_dir(self) -> Path:
+        """Base models from the hub, shared by all runs, one directory per model and commit."""
+        return self.local_dir.parent / ".base_models" if self.local else self.models_dir.parent / "base_models"
 
     @property
     def best_model_dir(self) -> Path:
         return self.models_dir / "best_model"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Checkpoints of the training, and from which step each attempt started."""
+        return self.models_dir / "checkpoints"
 
     @property
     def demo_dir(self) -> Path:
@@ -92,6 +96,11 @@ class Run(Config):
     def _shared_dir(self, name: str) -> Path:
         """Directory of all runs: runs/.NAME next to the local runs, NAME next to the runs on the workspace volume."""
         return self.local_dir.parent / f".{name}" if self.local else self.workspace_dir.parent / name
+
+    @property
+    def data_check_path(self) -> Path:
+        """What the rows teach, against what the recipe expects."""
+        return self.workspace_dir / "data_check.json"
 
     @property
     def evaluation_path(self) -> Path:
@@ -125,6 +134,49 @@ class Run(Config):
     def run_path(self) -> Path:
         """This object, as JSON."""
         return self.workspace_dir / "run.json"
+
+    def siblings(self) -> Iterator["RunDirectories"]:
+        """Yield the directories of every run in the same place, this one included if it has a `run.json`."""
+        root = self.local_dir.parent if self.local else self.workspace_dir.parent
+        for path in sorted(root.glob("*/workspace/run.json" if self.local else "*/run.json")):
+            name = path.relative_to(root).parts[0]
+            directories = {field: getattr(self, field).parent / name for field in MOUNTS}
+            if self.local:
+                directories = {field: Path(each) for field, each in local_directories(root / name).items()}
+            yield RunDirectories(name=name, local=self.local, **directories)
+
+    def base_model_links(self) -> Iterator[Path]:
+        """Yield every link in the same place that is where a run has its `base_model`, also if it leads nowhere."""
+        root = self.local_dir.parent if self.local else self.models_dir.parent
+        own = self.base_model_dir.relative_to(root / self.name)
+        yield from (path / own for path in sorted(root.glob("*/")) if (path / own).is_symlink())
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether one of the directories is a link, which may lead out of the volume."""
+        own = [self.data_dir, self.models_dir, self.workspace_dir, *([self.local_dir] if self.local else [])]
+        return any(directory.is_symlink() for directory in own)
+
+
+def any_run() -> RunDirectories:
+    """Return directories as those of a run where the command is started: on the mounted volumes, or below runs/."""
+    local = not Path(MOUNTS["workspace_dir"]).is_dir()
+    directories = local_directories(Path("runs/any")) if local else {k: f"{path}/any" for k, path in MOUNTS.items()}
+    return RunDirectories(name="any", local=local, **{field: Path(path) for field, path in directories.items()})
+
+
+class Run(RunDirectories):
+    """The input of every step, passed between them as one JSON parameter."""
+
+    recipe: Recipe
+    pipeline_run: str = ""
+    """Id of the pipeline's run: tells several runs of the same name apart."""
+
+    @property
+    def base_model_path(self) -> Path:
+        """Where the base model is, or will be: the directory that the recipe names, or this run's own."""
+        named = self.recipe.model.directory
+        return named.resolve() if named else self.base_model_dir
 
     def to_json(self) -> str:
         return self.model_dump_json()

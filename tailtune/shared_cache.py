@@ -4,14 +4,13 @@ Whatever is in them can be computed again, so they may be deleted at any time be
 """
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tailtune.files import sha256_json, write_json
+from tailtune.files import delete_garbage, discard, sha256_json, write_json
 
 KEEP_SECONDS = 7 * 24 * 3600
 """An entry that no run has used for this long is deleted by the next run that uses one."""
@@ -27,10 +26,21 @@ def use_entry(root: Path, key: Mapping[str, Any]) -> Path:
     directory = entry_directory(root, key)
     write_json(directory / "key.json", key)
     os.utime(directory)
-    for other in root.glob("*/"):
-        with suppress(FileNotFoundError):  # another run deletes it at the same time
-            age_seconds = time.time() - other.stat().st_mtime
-            # key.json: a root that a user chose may contain directories that are not entries
-            if other != directory and (other / "key.json").is_file() and age_seconds > KEEP_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
+    with suppress(OSError):  # another run deletes the same at the same time
+        delete_garbage(root)
+        for other in unused_entries(root, time.time() - KEEP_SECONDS):
+            if other != directory:
+                discard(other)
     return directory
+
+
+def unused_entries(root: Path, since: float) -> list[Path]:
+    """Return the entries that no run has used since this time, in seconds since 1970."""
+    entries = []
+    for path in root.glob("*/"):
+        with suppress(FileNotFoundError):
+            # key.json: a root that a user chose may contain directories that are not entries
+            is_entry = (path / "key.json").is_file() and not path.name.startswith(".") and not path.is_symlink()
+            if is_entry and path.stat().st_mtime < since:
+                entries.append(path)
+    return sorted(entries)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.files import read_json
-from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity
+from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identity, read_manifest
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.run import DATA_FILE
 
@@ -33,11 +33,13 @@ def training_settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     index = [other.name for other in recipe.stages].index(stage.name)
     own = stage.model_dump(mode="json")
     own["tail"] = own["tail"]["mode"]  # the other tail settings only change how the same weights are computed
+    del own["resources"]
+    resources = recipe.resources_of(stage)
     return {
         **recipe.model_dump(mode="json", include={"seed", "prompt", "hardware"}),
         f"stages.{index}": own,
         "split": [recipe.data.split_by, recipe.data.validation_share],
-        "world_size": recipe.resources.num_nodes * recipe.resources.ranks_per_node,
+        "world_size": resources.num_nodes * resources.ranks_per_node,
     }
 
 
@@ -59,9 +61,10 @@ def refuse_other_settings(old: Recipe, new: Recipe, models_dir: Path) -> None:
         )
 
 
-def has_trained(checkpoints: Path) -> bool:
-    """Return whether there is a complete checkpoint. Before the first one, settings may still be corrected."""
-    return any(checkpoints.glob("checkpoint-*/complete.json"))
+def has_trained(models_dir: Path) -> bool:
+    """Return whether a run has a complete checkpoint or model. Before the first, settings may still be corrected."""
+    checkpoints = (models_dir / "checkpoints").glob("checkpoint-*/complete.json")
+    return any(checkpoints) or read_manifest(models_dir / "best_model") is not None
 
 
 def refuse_other_checkpoints(checkpoints: Path, key: dict[str, Any]) -> None:

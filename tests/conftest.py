@@ -1,16 +1,21 @@
 """A run small enough for tests: the survival recipe's structure, a three-layer model, made-up rows."""
 
 import gc
+import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
+from tailtune import progress
 from tailtune.recipe.load import load_recipe, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.run import Run
@@ -39,6 +44,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(
                     pytest.mark.skip(reason="needs a cluster: oc login, then pytest --cluster tests/cluster")
                 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of the tests, and of programs that they kill, are where pytest removes them in the end."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+def _stack(context: int = 0) -> list[inspect.FrameInfo]:
+    frames = traceback.walk_stack(sys._getframe(1))
+    return [inspect.FrameInfo(at, at.f_code.co_filename, line, at.f_code.co_name, None, None) for at, line in frames]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stack_without_source_lines() -> Iterator[None]:
+    """For each setting of a task, KFP asks for its callers with their source lines: 2 s a compilation below pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "stack", _stack)
+        yield
 
 
 _num_modules = 0
@@ -144,3 +172,14 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         )
 
     return make
+
+
+RATE_AND_TIME = re.compile(r"( [\d.,]+ [\w/]+/s)? in \d+ s$")
+
+
+@pytest.fixture
+def last_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """A function that returns the last lines of works, which short ones leave here too, without rate and time."""
+    caplog.set_level("INFO", "tailtune")
+    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.0)
+    return lambda: [RATE_AND_TIME.sub("", line) for line in caplog.messages if RATE_AND_TIME.search(line)]

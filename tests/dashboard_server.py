@@ -17,6 +17,7 @@ version needs its pipeline, cron needs six fields, and every request needs the t
 
 import json
 import re
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,7 +38,9 @@ NEVER = "0001-01-01T00:00:00Z"
 
 class Server(HttpServer):
     def __init__(self) -> None:
-        self.token, self.version = "a-token", "2.16.1"
+        self.token = "a-token"
+        self.version = "unknown"
+        """No image of OpenShift AI's sets TAG_NAME: kubeflow/pipelines, backend/src/apiserver/common/config.go."""
         self.statuses: list[int] = []
         """Statuses of the next answers, which are errors."""
         self.pipelines: dict[str, dict[str, Any]] = {}
@@ -50,13 +53,20 @@ class Server(HttpServer):
         self.lost: list[str] = []
         """Runs whose workflow was deleted with its schedule while it was in progress."""
         self.on_run: Callable[[dict[str, Any]], None] = lambda run: None
-        """Called with every run that is started directly, not by a schedule."""
+        """Called with every run that is started, also by a schedule."""
+        self.on_terminate: Callable[[str], None] = lambda run: None
+        """Called with the id of every run that is terminated."""
+        self.on_lose: Callable[[str], None] = lambda run: None
+        """Called with the id of every run whose workflow is deleted while it is in progress."""
         self.on_retry: Callable[[str], None] = lambda run: None
         """Called with the id of every run that is retried."""
         self.states: list[str] = ["SUCCEEDED"]
         """A run's state at each request; the last one stays."""
         self.steps: dict[str, dict[str, str]] = {}
         """By the run's id: Argo's phase of each step that its workflow has come to, in order."""
+        self.report_seconds = 0.0
+        """How long after its start a scheduled run is reported to the server, which then lists it."""
+        self._reported_at: dict[str, float] = {}
         self.requests: list[str] = []
         """Method and path of each request with a token."""
         super().__init__()
@@ -115,7 +125,9 @@ class Server(HttpServer):
                 order = (
                     reversed(self.runs.values()) if query.get("sort_by") == "created_at desc" else self.runs.values()
                 )
-                return {"runs": [{"state": "RUNNING", **run} for run in order]}
+                now = time.monotonic()
+                listed = [run for run in order if self._reported_at.get(run["run_id"], now) <= now]
+                return {"runs": [{"state": "RUNNING", **run} for run in listed]}
             case "POST", ["runs", run] if run.endswith(":retry"):
                 run = run.removesuffix(":retry")
                 if self.runs[run].get("state") != "FAILED":
@@ -133,6 +145,7 @@ class Server(HttpServer):
                 self.terminated.append(run)
                 if run in self.runs:
                     self.runs[run]["state"] = "CANCELING"
+                self.on_terminate(run)
                 return {}
             case "GET", ["runs", run]:
                 if run not in self.runs:
@@ -167,11 +180,14 @@ class Server(HttpServer):
             case "DELETE", ["recurringruns", schedule]:
                 if self.recurring.pop(schedule, None) is None:
                     raise Refused(404, f"recurring run {schedule} not found")
-                self.lost += [
+                lost = [
                     key
                     for key, run in self.runs.items()
                     if run.get("recurring_run_id") == schedule and run["state"] in ("PENDING", "RUNNING", "CANCELING")
                 ]
+                self.lost += lost
+                for run in lost:
+                    self.on_lose(run)
                 return {}
         raise Refused(404, f"{method} {path} not found")
 
@@ -187,7 +203,10 @@ class Server(HttpServer):
         run = {"display_name": name, "recurring_run_id": schedule_id, "state": "RUNNING",
                "runtime_config": schedule["runtime_config"],
                "pipeline_version_reference": schedule["pipeline_version_reference"]}  # fmt: skip
-        return str(self._add_run(run)["run_id"])
+        run = self._add_run(run)
+        self._reported_at[run["run_id"]] = time.monotonic() + self.report_seconds
+        self.on_run(run)
+        return str(run["run_id"])
 
     def _add_run(self, body: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat()
@@ -282,4 +301,5 @@ def logged_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with dashboard() as running:
         for name, value in (("ENDPOINT", running.url), ("NAMESPACE", NAMESPACE), ("TOKEN", running.token)):
             monkeypatch.setenv(f"TAILTUNE_{name}", value)
+        monkeypatch.setattr("pipeline_server.SETTLE_SECONDS", 0.0)
         yield running

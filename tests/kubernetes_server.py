@@ -4,8 +4,11 @@ of operators.py.
 It runs the pods: one process per replica, with the environment that the operator sets. It is as strict as a real
 cluster: unknown fields are rejected (by the models that `kubernetes`, `kubeflow-training` and `kubeflow-trainer-api`
 ship), names have to be DNS labels, a name is taken (409) until the job is deleted (404), and the pipeline's service
-account has only the permissions that it has on OpenShift AI and those of deploy/cluster-admin (403). `Faults` simulates
-what goes wrong on real clusters.
+account has only the permissions that it has on OpenShift AI and those of deploy/cluster-admin (403), in its own project
+alone. `Faults` simulates what goes wrong on real clusters.
+
+By default, a pod is a plain process with this machine's files. With a `Kubelet` it is a container, and with an
+`Admission` it has to be one that a real server admits.
 """
 
 import copy
@@ -14,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -30,13 +34,16 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import psutil
 import yaml
+from admission import Admission
 from http_server import NAMESPACE, HttpServer, Refused, check_fields, send_json
+from https_server import wrap
+from kubelet import Kubelet
 from kubernetes.client import models as kubernetes_models
-from operators import DNS_LABEL, Template, Trainer, TrainingOperator, admitted, may, now, rules
+from operators import DNS_LABEL, INIT_CONTAINER, Template, Trainer, TrainingOperator, admitted, may, now, rules
+from websocket_server import EXEC_PROTOCOL, accept, finish, send
 
 from tailtune import __version__
 
-INIT_CONTAINER = "init-pytorch"
 PATCHES = ("application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml")
 """Content types of patches to custom resources: no strategic merge."""
 REVIEWS = {"selfsubjectaccessreviews": "V1SelfSubjectAccessReview",
@@ -68,6 +75,7 @@ EDIT_ROLE = tuple(
     (verb, group, resource)
     for group, resource, verbs in (
         ("", "pods", "create delete get list"), ("", "pods/log", "get"), ("", "events", "list"),
+        ("", "pods/exec", "create get"), ("", "pods/eviction", "create"),  # kubernetes, bootstrappolicy/policy.go
         ("", "persistentvolumeclaims", "create delete get list"), ("", "secrets", "create delete get list"),
         ("", "resourcequotas", "get list"), ("", "limitranges", "get list"),
         ("image.openshift.io", "imagestreamtags", "create delete get list"),
@@ -77,9 +85,11 @@ EDIT_ROLE = tuple(
 ADMIN_ROLE = (*EDIT_ROLE, ("create", "authorization.k8s.io", "localsubjectaccessreviews"))
 """The role `admin` of a project: it may also ask what others are allowed to do."""
 RESOURCE = re.compile(
-    r"/(?:api|apis/(?P<group>[^/]+))/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>(?!namespaces/)[^/]+)"
+    r"/(?:api|apis/(?P<group>[^/]+))/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>(?!namespaces/)[^/]+)"
     r"(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?"
 )
+CLUSTER_WIDE = ("selfsubjectaccessreviews", "selfsubjectreviews", "clustertrainingruntimes")
+"""Resources to which ClusterRoleBindings give access, those of Kubernetes and of deploy/cluster-admin."""
 VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
 
@@ -105,6 +115,8 @@ class Faults:
     """Statuses with which the next requests fail; 0 breaks the connection."""
     lost_answers: int = 0
     """For the next so many jobs, the connection breaks after the creation and before the response."""
+    hanging_answers: int = 0
+    """For the next so many jobs, there is never a response to the creation."""
     drop_streams: list[int] = field(default_factory=list)
     """Numbers of lines after which the next log streams break, in the middle of the following line."""
     suspended: threading.Event = field(default_factory=threading.Event)
@@ -122,6 +134,8 @@ class Faults:
     """By pod: exit code and reason (such as 137, OOMKilled) with which its container ends instead of running."""
     init_waiting: tuple[str, str] | None = None
     """Reason and message with which the init container of each worker waits and never starts."""
+    refused_evictions: int = 0
+    """How many evictions a disruption budget does not allow."""
     mounts_fail: str = ""
     """The message of an event FailedMount: the pods then wait for their volumes. Only events show the cause."""
 
@@ -133,18 +147,23 @@ class Pod:
         self.server, self.job, self.role, self.name = server, job, template.role, template.name
         self.environment = template.environment
         self.manifest: dict[str, Any] = {
-            "metadata": {"name": self.name, "namespace": NAMESPACE, "uid": str(uuid.uuid4()),
+            "metadata": {"name": self.name, "namespace": server.namespace, "uid": str(uuid.uuid4()),
                          "labels": template.labels, "creationTimestamp": now()},
             "spec": template.spec,
             "status": {"phase": "Pending", "conditions": [], "containerStatuses": []},
         }  # fmt: skip
-        self.container = template.spec["containers"][0]
+        containers = template.spec["containers"]
+        self.container = next((each for each in containers if each["name"] == "main"), containers[0])
+        self.program: list[str] = []
+        """What a launcher runs in the container in the end, if its command is one."""
         self.init_restarts = 0
         self.lines: list[list[str]] = [[]]
         """For each start of the container, its lines with timestamps."""
         self.changed = threading.Condition()
         self.process: subprocess.Popen[bytes] | None = None
         self.deleted = threading.Event()
+        self.is_gone = False
+        """Whether someone has deleted this pod, not the job, and its processes have ended."""
 
     @property
     def restarts(self) -> int:
@@ -176,21 +195,23 @@ class Pod:
             self.set_state("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": message}})
         while faults.mounts_fail and not self.deleted.wait(0.05):
             self.set_state("Pending", {"waiting": {"reason": "ContainerCreating"}})
+        kubelet = self.server.kubelet
+        while kubelet and (waiting := kubelet.why_waiting(self)) and not self.deleted.wait(0.05):
+            self.set_state("Pending", {"waiting": {"reason": waiting[0], "message": waiting[1]}})
         if self.role.startswith("worker"):  # the operator's init-pytorch waits for the first node
             self.init_restarts = faults.init_restarts
             while (waiting := self._why_init_waits()) and not self.deleted.wait(0.05):
-                state = {"waiting": {"reason": waiting[0], "message": waiting[1]}}
-                self.manifest["status"]["initContainerStatuses"] = [
-                    {"name": INIT_CONTAINER, "ready": False, "restartCount": 0, "image": "alpine:3.10", "imageID": "",
-                     "state": state, "lastState": {}}]  # fmt: skip
+                self._set_init_state({"waiting": {"reason": waiting[0], "message": waiting[1]}})
                 self.set_state("Pending", {"waiting": {"reason": "PodInitializing"}})
+            self._set_init_state({"terminated": {"exitCode": 0, "reason": "Completed"}})
         last = None
         while not self.deleted.is_set():
             started = now()
             code, reason, message = self._run_once(last)
             ended = {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": started,
                                     "finishedAt": now()}}  # fmt: skip
-            if code == 0 or self.server.too_many_restarts(self) or self.deleted.is_set():
+            is_final = self.manifest["spec"].get("restartPolicy") == "Never" or self.server.too_many_restarts(self)
+            if code == 0 or is_final or self.deleted.is_set():
                 self.set_state("Succeeded" if code == 0 else "Failed", ended, last)
                 return code
             last = ended
@@ -200,6 +221,11 @@ class Pod:
             self.server.restarts[self.role] = self.restarts
             self.deleted.wait(1)  # 10 s, and twice as long each time, on a real node
         return 143
+
+    def _set_init_state(self, state: dict[str, Any]) -> None:
+        self.manifest["status"]["initContainerStatuses"] = [
+            {"name": INIT_CONTAINER, "ready": "terminated" in state, "restartCount": self.init_restarts,
+             "image": "alpine:3.10", "imageID": "", "state": state, "lastState": {}}]  # fmt: skip
 
     def _why_init_waits(self) -> tuple[str, str] | None:
         """Why the operator's init container cannot start: kubernetes, pkg/kubelet/kuberuntime/security_context.go.
@@ -220,15 +246,11 @@ class Pod:
             code, reason = faults.exit_codes[self.role]
             return code, reason, ""
         termination_log = self.server.folder / f"{uuid.uuid4().hex}.termination-log"
-        environment = {e["name"]: e["value"] for e in self.container.get("env") or [] if "value" in e}
         command = [sys.executable if part == "python" else part for part in self.container["command"]]
-        environment |= {**self.environment, "TERMINATION_LOG": str(termination_log)}
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**self.server.node_environment, **environment},
-        )
+        environment = {**self._container_environment(), "TERMINATION_LOG": str(termination_log)}
+        if self.server.kubelet:
+            command, environment = self.server.kubelet.prepare(self, termination_log)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         self.set_state("Running", {"running": {"startedAt": now()}}, last)
         assert self.process.stdout is not None
         for raw in self.process.stdout:
@@ -249,16 +271,38 @@ class Pod:
     def signal(self, number: int) -> None:
         if self.process is None or self.process.poll() is not None:
             return
-        main = psutil.Process(self.process.pid)
-        # the kubelet sends SIGTERM only to the container's main process, and SIGKILL to all
-        for process in [*(main.children(recursive=True) if number == signal.SIGKILL else []), main]:
+        processes: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            main = psutil.Process(self.process.pid)
+            # the kubelet sends SIGTERM only to the container's main process, and SIGKILL to all
+            processes = [*(main.children(recursive=True) if number == signal.SIGKILL else []), main]
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def delete(self) -> None:
+    def execute(self, command: list[str]) -> "subprocess.CompletedProcess[bytes]":
+        """Run another command in the container."""
+        return subprocess.run([sys.executable if part == "python" else part for part in command], capture_output=True,
+                              env=self._container_environment(), timeout=60)  # fmt: skip
+
+    def _container_environment(self) -> dict[str, str]:
+        own = {e["name"]: e["value"] for e in self.container.get("env") or [] if "value" in e}
+        return {**self.server.node_environment, **own, **self.environment}
+
+    def evict(self, grace_seconds: float | None = None) -> None:
+        """End this pod alone, so that its controller makes another."""
+        self.manifest["metadata"]["deletionTimestamp"] = now()
+        self.delete(grace_seconds)
+        if grace_seconds != 0:  # the kubelet writes how it ended first: pkg/kubelet/status/status_manager.go
+            time.sleep(0.5)
+        self.is_gone = True
+
+    def delete(self, grace_seconds: float | None = None) -> None:
         self.deleted.set()
         self.signal(signal.SIGTERM)
-        give_up_at = time.monotonic() + self.manifest["spec"].get("terminationGracePeriodSeconds", 30)
+        if grace_seconds is None:
+            grace_seconds = self.manifest["spec"].get("terminationGracePeriodSeconds", 30)
+        give_up_at = time.monotonic() + grace_seconds
         while self.process and self.process.poll() is None and time.monotonic() < give_up_at:
             time.sleep(0.05)
         self.signal(signal.SIGKILL)
@@ -306,14 +350,18 @@ class StepPod:
     def delete(self) -> None:
         self.deleted.set()
 
+    def evict(self, grace_seconds: float | None = None) -> None:
+        self.delete()
+
 
 class Server(HttpServer):
     """The cluster. Tests change its attributes to set up what they need."""
 
-    def __init__(self, folder: Path, node_environment: dict[str, str]) -> None:
-        self.folder, self.node_environment = folder, node_environment
+    def __init__(self, folder: Path, node_environment: dict[str, str], namespace: str = NAMESPACE) -> None:
+        self.folder, self.node_environment, self.namespace = folder, node_environment, namespace
         self.faults = Faults()
-        self.token = "first-token"
+        self.token, self.runner_token = "first-token", "runner-token"
+        self._caller = threading.local()
         self.claims = {"training-data-pvc", "trained-models-pvc", "workspace-pvc"}
         self.access_mode = "ReadWriteMany"
         self.operator, self.trainer = TrainingOperator(), Trainer()
@@ -323,7 +371,7 @@ class Server(HttpServer):
         self.allowed = [*EVERYBODY, *RUNNER_ROLE]
         """The rights of the runner."""
         self.person: list[tuple[str, str, str]] | None = None
-        """The rights of a person, if the token is not the runner's but theirs."""
+        """The rights of a person, if `token` is not the runner's but theirs; `runner_token` is always the runner's."""
         self.apply_cluster_admin()
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, list[Pod]] = {}
@@ -331,7 +379,7 @@ class Server(HttpServer):
         self.reviewed: str | None = None
         """The user of the last access review that was about another user than the client's own."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {
-            ("imagestreamtags", f"{NAMESPACE}/tailtune-{image}:{__version__}"): {"lookupPolicy": {"local": True}}
+            ("imagestreamtags", f"{self.namespace}/tailtune-{image}:{__version__}"): {"lookupPolicy": {"local": True}}
             for image in ("pipeline", "trainer")
         }
         """Other objects that can be read, by (resource, project/name)."""
@@ -339,6 +387,12 @@ class Server(HttpServer):
         """How often each pod's container was restarted, the pods of deleted jobs included."""
         self.is_openshift = False
         """Whether admission gives each container a user of the project."""
+        self.admission: Admission | None = None
+        """The whole admission of pods; None for their service accounts alone."""
+        self.kubelet: Kubelet | None = None
+        """Runs containers as such; None for plain processes with this machine's environment and files."""
+        self.refused_pods: list[str] = []
+        """Why pods were not admitted."""
         self.workflows: dict[str, str] = {}
         """Argo's phase of the workflow of each pipeline run, by the run's id."""
         self.terminated: set[str] = set()
@@ -351,7 +405,7 @@ class Server(HttpServer):
         self.version = 0
         self._limits: dict[str, int] = {}
         super().__init__()
-        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig, self.runner_kubeconfig = folder / "kubeconfig", folder / "runner-kubeconfig"
         self.write_kubeconfig()
 
     def install_trainer(self, *, only: bool = False) -> None:
@@ -371,28 +425,50 @@ class Server(HttpServer):
         self.person = [*EVERYBODY, *role]
 
     @property
+    def rights(self) -> list[tuple[str, str, str]]:
+        """What the owner of the request's token may do."""
+        return self.allowed if self.person is None or self._caller.is_runner else self.person
+
+    @property
     def user(self) -> str:
-        """Whose token it is."""
-        return f"system:serviceaccount:{NAMESPACE}:{RUNNER}" if self.person is None else "alice"
+        """Whose token the request has."""
+        return f"system:serviceaccount:{self.namespace}:{RUNNER}" if self.rights is self.allowed else "alice"
 
     def _authorize(self, method: str, path: str) -> None:
         """Refuse what the token's owner has no right to; as in a cluster, before it is known whether it exists."""
         if match := RESOURCE.fullmatch(path):
             verb = VERBS.get(method, "get" if match["name"] else "list")
             group, resource = match["group"] or "", "/".join(filter(None, (match["resource"], match["sub"])))
-            if not may(self.allowed if self.person is None else self.person, verb, group, resource):
+            scope = f'in the namespace "{match["namespace"]}"' if match["namespace"] else "at the cluster scope"
+            may_do = may(self.rights, verb, group, resource, match["name"] or "")
+            if not (self._has_roles(match["namespace"], resource) and may_do):
                 raise Refused(403, f'{".".join(filter(None, (resource, group)))} is forbidden: User "{self.user}" '
-                                   f'cannot {verb} resource "{resource}" in API group "{group}" in the namespace '
-                                   f'"{NAMESPACE}"')  # fmt: skip
+                                   f'cannot {verb} resource "{resource}" in API group "{group}" {scope}')  # fmt: skip
+
+    def _has_roles(self, namespace: str | None, resource: str) -> bool:
+        """Whether the rights apply there: in the project, or for resources that ClusterRoleBindings grant.
+
+        In another project of which a test has created objects, they count as well.
+        """
+        if namespace is None:
+            return resource in CLUSTER_WIDE
+        others = {key.partition("/")[0] for _, key in self.objects}
+        return namespace in {self.namespace, *others}
+
+    def serve_tls(self, certificate: Path, key: Path) -> None:
+        """From now on, answer only over TLS, as pods expect. The certificate is its own authority."""
+        wrap(self.http, certificate, key)
+        self.url = self.url.replace("http:", "https:")
 
     def write_kubeconfig(self) -> None:
-        """Write the kubeconfig as `oc login` does."""
-        self.kubeconfig.write_text(yaml.safe_dump({
-            "apiVersion": "v1", "kind": "Config", "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
-            "users": [{"name": "u", "user": {"token": self.token}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
-        }))  # fmt: skip
+        """Write the kubeconfig as `oc login` does, and another one for the runner."""
+        for path, token in ((self.kubeconfig, self.token), (self.runner_kubeconfig, self.runner_token)):
+            path.write_text(yaml.safe_dump({
+                "apiVersion": "v1", "kind": "Config", "current-context": "c",
+                "clusters": [{"name": "c", "cluster": {"server": self.url}}],
+                "users": [{"name": "u", "user": {"token": token}}],
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": self.namespace}}],
+            }))  # fmt: skip
 
     def close(self) -> None:
         for name in list(self.jobs):
@@ -413,13 +489,19 @@ class Server(HttpServer):
                     _break_off(request)
                     return
                 raise Refused(status, "the server is failing")
-            if request.headers.get("Authorization") != f"Bearer {self.token}":
+            # in a pod, the client writes `bearer`: apiserver, pkg/authentication/request/bearertoken, takes both
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or token not in (self.token, self.runner_token):
                 raise Refused(401, "Unauthorized")
+            self._caller.is_runner = token == self.runner_token
             self._authorize(request.command, unquote(url.path))
             query = {key: values[0] for key, values in parse_qs(url.query).items()}
-            log = re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/([^/]+)/log", url.path)
+            log = re.fullmatch(rf"/api/v1/namespaces/{self.namespace}/pods/([^/]+)/log", url.path)
             if log and request.command == "GET":
                 self._stream_log(request, log[1], query)
+                return
+            if match := re.fullmatch(rf"/api/v1/namespaces/{self.namespace}/pods/([^/]+)/exec", url.path):
+                self._execute(request, self._pod(match[1]), parse_qs(url.query))
                 return
             kind = request.headers.get("Content-Type", "")
             if request.command == "PATCH" and kind not in PATCHES:
@@ -427,6 +509,11 @@ class Server(HttpServer):
             status, answer = 200, self._route(request.command, url.path, query, body)
             if request.command == "POST":
                 status = 201
+                if self.faults.hanging_answers and url.path.endswith("jobs"):
+                    self.faults.hanging_answers -= 1
+                    request.connection.recv(1)  # until the client gives up
+                    _break_off(request)
+                    return
                 if self.faults.lost_answers and url.path.endswith("jobs"):
                     self.faults.lost_answers -= 1
                     _break_off(request)
@@ -458,7 +545,7 @@ class Server(HttpServer):
                 {"name": group, "versions": [{"groupVersion": f"{group}/{version}", "version": version}]}
                 for group, version in versions.items()
             ]}  # fmt: skip
-        if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims/([^/]+)", path):
+        if match := re.fullmatch(rf"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/([^/]+)", path):
             if match[1] not in self.claims:
                 raise Refused(404, f'persistentvolumeclaims "{match[1]}" not found')
             annotations = {"volume.kubernetes.io/selected-node": "node-7"}
@@ -466,7 +553,8 @@ class Server(HttpServer):
                     "metadata": {"name": match[1], "annotations": annotations},
                     "spec": {"accessModes": [self.access_mode], "resources": {"requests": {"storage": "20Gi"}}},
                     "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}  # fmt: skip
-        reviews = re.fullmatch(rf"/apis/authorization.k8s.io/v1/(?:namespaces/{NAMESPACE}/)?(\w+accessreviews)", path)
+        here = f"namespaces/{self.namespace}/"
+        reviews = re.fullmatch(rf"/apis/authorization.k8s.io/v1/(?:{here})?(\w+accessreviews)", path)
         if path == "/apis/authentication.k8s.io/v1/selfsubjectreviews" and method == "POST":
             return {**body, "status": {"userInfo": {"username": self.user}}}
         if reviews and method == "POST":
@@ -476,16 +564,18 @@ class Server(HttpServer):
             resource = "/".join(filter(None, (attributes["resource"], attributes.get("subresource"))))
             user = body["spec"].get("user") or self.user
             if user.startswith("system:serviceaccount:"):
-                known = self.allowed if user.endswith(f":{NAMESPACE}:{RUNNER}") else []
+                known = self.allowed if user.endswith(f":{self.namespace}:{RUNNER}") else []
             else:
                 known = self.person or []
-            allowed = may(known, attributes["verb"], attributes.get("group", ""), resource)
+            group, name = attributes.get("group", ""), attributes.get("name", "")
+            permitted = may(known, attributes["verb"], group, resource, name)
+            allowed = permitted and self._has_roles(attributes.get("namespace"), resource)
             return {**body, "status": {"allowed": allowed}}
         if method == "GET" and (match := OBJECT.fullmatch(unquote(path))):
             return self._read_object(*match.groups())
         if re.fullmatch(r"(/openapi/v3)?/apis/[^/]+/[^/]+", path):  # everyone has access to discovery
             raise Refused(404, "404 page not found")
-        if path == f"/apis/argoproj.io/v1alpha1/namespaces/{NAMESPACE}/workflows" and method == "GET":
+        if path == f"/apis/argoproj.io/v1alpha1/namespaces/{self.namespace}/workflows" and method == "GET":
             # KFP terminates a run with a deadline of 0: kubeflow/pipelines, backend/src/common/util/execution_spec.go
             workflows = [
                 {"metadata": {"labels": {"pipeline/runid": run}}, "status": {"phase": phase},
@@ -493,22 +583,61 @@ class Server(HttpServer):
                 for run, phase in self.workflows.items()
             ]  # fmt: skip
             return {"kind": "WorkflowList", "items": [each for each in workflows if _matches(each, query)]}
-        if path == f"/api/v1/namespaces/{NAMESPACE}/pods" and method == "GET":
-            if not may(self.allowed, "list", "", "pods"):
-                raise Refused(403, f'pods is forbidden: User "jane" cannot list resource "pods" in API group "" in the '
-                                   f'namespace "{NAMESPACE}"')  # fmt: skip
+        if path == f"/api/v1/namespaces/{self.namespace}/pods" and method == "GET":
             with self.lock:
                 pods = [pod.manifest for pods in [*self.pods.values(), self.pods_of_steps] for pod in pods]
             matching = [pod for pod in pods if _matches(pod, query)]
             return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": matching}
-        if path == f"/api/v1/namespaces/{NAMESPACE}/events" and method == "GET":
+        if path == f"/api/v1/namespaces/{self.namespace}/events" and method == "GET":
             return {"kind": "EventList", "apiVersion": "v1", "metadata": {}, "items": self._events(query)}
-        if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/([^/]+)", path):
-            if match[1] not in self.step_pods:
-                raise Refused(404, f'pods "{match[1]}" not found')
-            return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
-                    "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
+        if match := re.fullmatch(rf"/api/v1/namespaces/{self.namespace}/pods/([^/]+)(/eviction)?", path):
+            if method == "GET" and match[1] in self.step_pods:
+                return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": match[1]},
+                        "status": {"phase": self.step_pods[match[1]]}}  # fmt: skip
+            return self._route_pod(method, self._pod(match[1]), bool(match[2]), query, body)
         raise Refused(403, f'{method} {path} is forbidden: User "{self.user}" may not do it')
+
+    def _pod(self, name: str) -> Pod | StepPod:
+        with self.lock:
+            pods: list[Any] = [*(pod for pods in self.pods.values() for pod in pods), *self.pods_of_steps]
+        pod = next((pod for pod in pods if pod.name == name), None)
+        if pod is None:
+            raise Refused(404, f'pods "{name}" not found')
+        return pod
+
+    def _route_pod(self, method: str, pod: Pod | StepPod, is_eviction: bool, query: dict[str, str],
+                   body: Any) -> dict[str, Any]:  # fmt: skip
+        """Read, delete or evict a pod. Evictions: kubernetes, pkg/registry/core/pod/storage/eviction.go."""
+        if is_eviction:
+            check_fields(body, "V1Eviction", [kubernetes_models])
+            if body["metadata"]["name"] != pod.name:
+                raise Refused(400, "name in URL does not match name in Eviction object")
+            if self.faults.refused_evictions and pod.manifest["status"]["phase"] == "Running":
+                self.faults.refused_evictions -= 1
+                raise Refused(429, "Cannot evict pod as it would violate the pod's disruption budget.")
+        elif method == "GET":
+            return {"kind": "Pod", "apiVersion": "v1", **pod.manifest}
+        grace_seconds = float(query["gracePeriodSeconds"]) if "gracePeriodSeconds" in query else None
+        threading.Thread(target=pod.evict, args=(grace_seconds,), daemon=True).start()
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"} if is_eviction else pod.manifest
+
+    def _execute(self, request: BaseHTTPRequestHandler, pod: Any, query: dict[str, list[str]]) -> None:
+        """Run a command in a pod: kubernetes, staging/src/k8s.io/kubelet/pkg/cri/streaming/remotecommand."""
+        containers = [container["name"] for container in pod.manifest["spec"]["containers"]]
+        if query.get("container", containers[:1]) != [pod.container["name"]]:
+            raise Refused(400, f"container {query['container'][0]} is not valid for pod {pod.name}")
+        if pod.process is None or pod.process.poll() is not None:
+            raise Refused(500, "container not found")
+        accept(request, EXEC_PROTOCOL)
+        done = pod.execute(query["command"])
+        status: dict[str, Any] = {"metadata": {}, "status": "Success"}
+        if done.returncode:
+            causes = [{"reason": "ExitCode", "message": str(done.returncode)}]
+            status = {"metadata": {}, "status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
+        for stream, data in ((1, done.stdout), (2, done.stderr), (3, json.dumps(status).encode())):
+            if data:
+                send(request, bytes([stream]) + data)
+        finish(request)
 
     def _events(self, query: dict[str, str]) -> list[dict[str, Any]]:
         """The events of the pod that the field selector names."""
@@ -517,7 +646,7 @@ class Server(HttpServer):
             exists = any(pod.name == name for pods in self.pods.values() for pod in pods)
         message = self.faults.mounts_fail if exists else ""
         return [
-            {"metadata": {"name": f"{name}.{i}", "namespace": NAMESPACE}, "type": kind, "reason": reason,
+            {"metadata": {"name": f"{name}.{i}", "namespace": self.namespace}, "type": kind, "reason": reason,
              "message": text, "involvedObject": {"kind": "Pod", "name": name}, "lastTimestamp": now()}
             for i, (kind, reason, text) in enumerate(
                 [("Normal", "Scheduled", "Successfully assigned"), ("Warning", "FailedMount", message)])
@@ -540,7 +669,7 @@ class Server(HttpServer):
         if path == root and method == "GET":
             kinds = [{"name": operator.plural, "kind": operator.kind, "namespaced": True}]
             return {"kind": "APIResourceList", "groupVersion": root.removeprefix("/apis/"), "resources": kinds}
-        match = re.fullmatch(rf"{root}/(?:namespaces/{NAMESPACE}/)?([a-z]+)(?:/([^/]+))?", path)
+        match = re.fullmatch(rf"{root}/(?:namespaces/{self.namespace}/)?([a-z]+)(?:/([^/]+))?", path)
         if match is None:
             raise Refused(404, "404 page not found")
         resource, name = match.groups()
@@ -570,8 +699,6 @@ class Server(HttpServer):
             return copy.deepcopy(job)
 
     def _stream_log(self, request: BaseHTTPRequestHandler, name: str, query: dict[str, str]) -> None:
-        if not may(self.allowed, "get", "", "pods/log"):
-            raise Refused(403, f'pods "{name}" is forbidden: User "jane" cannot get resource "pods/log"')
         every: list[Any] = [*(pod for pods in list(self.pods.values()) for pod in pods), *self.pods_of_steps]
         pod = next((pod for pod in every if pod.name == name), None)
         if pod is None:
@@ -591,7 +718,7 @@ class Server(HttpServer):
         request.send_header("Transfer-Encoding", "chunked")
         request.end_headers()
         sent, shown = max(0, len(pod.lines[start]) - int(query.get("tailLines", 10**9))), 0
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
             while True:
                 with pod.changed:
                     running = (
@@ -622,6 +749,8 @@ class Server(HttpServer):
 
     def create_job(self, operator: TrainingOperator | Trainer, job: dict[str, Any]) -> dict[str, Any]:
         name = job["metadata"]["name"]
+        if job["metadata"].get("namespace") not in (None, self.namespace):
+            raise Refused(400, "the namespace of the provided object does not match the namespace sent on the request")
         if not DNS_LABEL.fullmatch(name):
             raise Refused(422, f"metadata.name: Invalid value: {name!r}: a DNS-1035 label")
         operator.check(job)
@@ -629,7 +758,7 @@ class Server(HttpServer):
             if name in self.jobs:
                 raise Refused(409, f'{operator.plural}.{operator.group} "{name}" already exists')
             self.version += 1
-            job["metadata"] |= {"namespace": NAMESPACE, "uid": str(uuid.uuid4()), "creationTimestamp": now(),
+            job["metadata"] |= {"namespace": self.namespace, "uid": str(uuid.uuid4()), "creationTimestamp": now(),
                                 "resourceVersion": str(self.version), "generation": 1}  # fmt: skip
             self.jobs[name] = job
             operator.status(job, "created")
@@ -648,33 +777,47 @@ class Server(HttpServer):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._limits[name] = operator.limit(job)
+        pods: list[Pod] = []
+        codes: dict[str, int] = {}
+
+        def make(template: Template) -> Pod:
+            return Pod(self, name, self.admit(template))
+
+        def start(pod: Pod) -> None:
+            def run() -> None:
+                code = pod.run()
+                if not pod.deleted.is_set():
+                    codes[pod.role] = code
+
+            threading.Thread(target=run, daemon=True).start()
+
         try:
-            pods = [Pod(self, name, replace(template, spec=admitted(template.spec, self.accounts())))
-                    for template in operator.templates(job, port)]  # fmt: skip
+            pods += map(make, operator.templates(job, port))
         except Refused:  # the controller tries again for ever, and the job has no pods
             return
         with self.lock:
             if self.jobs.get(name) is not job or job["metadata"].get("deletionTimestamp"):
                 return
             self.pods[name] = pods
-        codes: dict[str, int] = {}
-        threads = [
-            threading.Thread(target=lambda pod=pod: codes.update({pod.role: pod.run()}), daemon=True) for pod in pods
-        ]
-        for thread in threads:
-            thread.start()
-        running = False
-        while any(thread.is_alive() for thread in threads):
-            if any(codes.get(pod.role) for pod in pods):  # a pod that is not restarted any more ends the job
-                break
-            if not running and {pod.manifest["status"]["phase"] for pod in pods} == {"Running"}:
-                running = True
-                with self.lock:
+        for pod in pods:
+            start(pod)
+        running, num_deleted = False, 0
+        while len(codes) < len(pods) and not any(codes.values()):  # a pod that is not restarted any more ends the job
+            with self.lock:
+                if self.jobs.get(name) is not job or job["metadata"].get("deletionTimestamp"):
+                    return
+                lost = [i for i, pod in enumerate(pods) if pod.is_gone]
+                num_deleted += len(lost)
+                if num_deleted > operator.max_deleted_pods(job):
+                    break
+                for i in lost:
+                    pods[i] = make(list(operator.templates(job, port))[i])
+                    start(pods[i])
+                if not running and {pod.manifest["status"]["phase"] for pod in pods} == {"Running"}:
+                    running = True
                     operator.status(job, "running")
             time.sleep(0.05)
-        if any(pod.deleted.is_set() for pod in pods):
-            return
-        failed = [pod for pod in pods if codes.get(pod.role)]
+        failed = [pod for pod in pods if codes.get(pod.role) or pod.is_gone]
         if failed and operator.deletes_failed_pods:
             self._delete_pods(name)
         with self.lock:
@@ -683,12 +826,26 @@ class Server(HttpServer):
             if pod.role not in codes:
                 pod.delete()
 
+    def admit(self, template: Template) -> Template:
+        """The pod as the API server stores it. Raises Refused."""
+        try:
+            if self.admission is None:
+                return replace(template, spec=admitted(template.spec, self.accounts()))
+            with self.lock:
+                others = [pod.manifest for pods in [*self.pods.values(), self.pods_of_steps] for pod in pods
+                          if pod.manifest["status"]["phase"] in ("Pending", "Running")]  # fmt: skip
+            pod = {"metadata": {"name": template.name, "labels": template.labels}, "spec": template.spec}
+            return replace(template, spec=self.admission.admit(pod, self.accounts(), self.objects, others)["spec"])
+        except Refused as refusal:
+            self.refused_pods.append(str(refusal))
+            raise
+
     def accounts(self) -> dict[str, dict[str, Any]]:
         """The service accounts of the namespace by name."""
-        prefix = f"{NAMESPACE}/"
+        prefix = f"{self.namespace}/"
         created = {key.removeprefix(prefix): account for (resource, key), account in self.objects.items()
                    if resource == "serviceaccounts" and key.startswith(prefix)}  # fmt: skip
-        return {"default": {}, **created}
+        return {"default": {}, RUNNER: {}, **created}
 
     def _delete_pods(self, name: str) -> None:
         threads = [threading.Thread(target=pod.delete, daemon=True) for pod in self.pods.get(name, [])]
@@ -724,10 +881,10 @@ def _matches(manifest: dict[str, Any], query: dict[str, str]) -> bool:
 
 
 @contextmanager
-def cluster(folder: Path, **environment: str) -> Iterator[Server]:
-    """A running cluster; `environment` is added to that of its pods."""
+def cluster(folder: Path, *, namespace: str = NAMESPACE, **environment: str) -> Iterator[Server]:
+    """A running cluster with one project; `environment` is added to that of its pods."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = Server(folder, {**os.environ, **environment})
+    server = Server(folder, {**os.environ, **environment}, namespace)
     try:
         yield server
     finally:

@@ -1,5 +1,6 @@
 """Run the launcher against the tests' server: in this process, or in its own process as a pipeline step does."""
 
+import json
 import os
 import re
 import signal
@@ -43,6 +44,10 @@ MODULES = {
              "        path.with_suffix('.new').rename(path)\n"
              "    time.sleep(0.1)",
     "long": "import time\nprint('step 2/9', flush=True)\ntime.sleep(300)",
+    "dies": "import os, signal, time\nif os.environ['RANK'] == '0':\n    open(os.environ['STARTS'], 'a').write('x')\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+    "until": "import os, sys, time\nfrom pathlib import Path\nfile = Path(os.environ['FILE'])\n"
+             "while not file.exists(): time.sleep(0.05)\nsys.exit(int(file.read_text()))",
     "once": "import os, sys, time\nfrom pathlib import Path\nmarks = [Path(os.environ['MARK'] + r) for r in '01']\n"
             "if all(m.exists() for m in marks): sys.exit(0)\nmarks[int(os.environ['RANK'])].write_text('x')\n"
             "while not all(m.exists() for m in marks): time.sleep(0.05)\nprint('step 2/9', flush=True)\ntime.sleep(60)",
@@ -76,13 +81,13 @@ def line_numbers(text: str, rank: int) -> list[int]:
     return [int(n) for n in re.findall(rf"^\[rank {rank}\] line (\d+)$", text, re.MULTILINE)]
 
 
-def start_launcher(server: Server, program: str, *arguments: str) -> "subprocess.Popen[str]":
+def start_launcher(server: Server, program: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     """Start Python with `program`, which can import the tests' modules and is logged in to the server.
 
-    Its stderr is a pipe.
+    Its stderr is a pipe. `environment` is added to that of this process.
     """
     paths = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PYTHONPATH": paths}
+    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PYTHONPATH": paths, **environment}
     return subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True,
                             env=environment, start_new_session=True)  # fmt: skip
 
@@ -95,6 +100,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 
 LAUNCH = """
+import json
 import sys
 from tailtune.jobs import follow as launcher
 from tailtune.jobs.kubernetes import KubernetesClient
@@ -104,7 +110,8 @@ launcher.POLL_SECONDS = 0.2
 with step("train"):
     labels = {"app.kubernetes.io/managed-by": "tailtune"} | (
         {"tailtune.io/pipeline-run": sys.argv[3]} if sys.argv[3] else {})
-    launcher.run_job(make_job(sys.argv[1], kind=sys.argv[2], labels=labels), KubernetesClient())
+    job = make_job(sys.argv[1], kind=sys.argv[2], labels=labels, **json.loads(sys.argv[4]))
+    launcher.run_job(job, KubernetesClient())
 """
 
 
@@ -114,17 +121,25 @@ def stop_step(process: "subprocess.Popen[str]") -> str:
     Argo's executor sends SIGTERM to the process group, and a second later it has ended, and all with it: argo,
     workflow/executor/os-specific/signal_linux.go, cmd/argoexec/commands/emissary.go.
     """
-    os.killpg(process.pid, signal.SIGTERM)
-    time.sleep(1)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    signal_step(process)
     return process.communicate(timeout=30)[1]
 
 
+def signal_step(process: "subprocess.Popen[str]") -> None:
+    """Send the signals of `stop_step` to a process whose output somebody else reads."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def start_job(
-    server: Server, module: str = "long", kind: str = "auto", pipeline_run: str = ""
+    server: Server, module: str = "long", kind: str = "auto", pipeline_run: str = "", **changes: Any
 ) -> "subprocess.Popen[str]":
-    """Start the launcher in its own process and wait until the job's pods have started."""
-    process = start_launcher(server, LAUNCH, module, kind, pipeline_run)
+    """Start the launcher in its own process and wait until the job's pods have started.
+
+    `changes` are other fields of the job.
+    """
+    process = start_launcher(server, LAUNCH, module, kind, pipeline_run, json.dumps(changes))
     wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
     return process

@@ -5,6 +5,7 @@ this machine, so addresses are 127.0.0.1 instead of a cluster's DNS names.
 """
 
 import copy
+import math
 import re
 import uuid
 from collections.abc import Collection, Iterator
@@ -25,8 +26,10 @@ from pydantic import ValidationError
 
 Manifest = dict[str, Any]
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+INIT_CONTAINER = "init-pytorch"
 NODE = "node"
 """Name of a TrainJob's replicated job that trains, and of its container."""
+TOKEN_DIRECTORY = "/var/run/secrets/kubernetes.io/serviceaccount"
 ADDRESS = {"PYTHONUNBUFFERED": "1", "POD_IP": "127.0.0.1"}
 
 
@@ -75,6 +78,11 @@ class TrainingOperator:
     def limit(self, job: Manifest) -> int:
         return int(job["spec"]["runPolicy"].get("backoffLimit", 6))
 
+    def max_deleted_pods(self, job: Manifest) -> float:
+        """How many pods may be deleted before the job fails. Each is made again, without end: training-operator 1.9,
+        pkg/controller.v1/common/pod.go, ReconcilePods."""
+        return math.inf
+
     def templates(self, job: Manifest, port: int) -> Iterator[Template]:
         name, specs = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
         replicas = [(role, i) for role in ("Master", "Worker") if role in specs for i in range(specs[role]["replicas"])]
@@ -92,7 +100,17 @@ class TrainingOperator:
                 "RANK": str(node), "PET_NNODES": str(len(replicas)), "PET_NPROC_PER_NODE": str(ranks),
                 "PET_NODE_RANK": str(node), **ADDRESS,
             }  # fmt: skip
-            yield Template(pod_role, f"{name}-{pod_role}", labels, template["spec"], environment)
+            yield Template(pod_role, f"{name}-{pod_role}", labels, self._with_init(template["spec"], role), environment)
+
+    def _with_init(self, spec: Manifest, role: str) -> Manifest:
+        """The pod's spec with the init container of a worker, which waits for the first node's name.
+
+        Source: training-operator 1.9, pkg/controller.v1/pytorch/initcontainer.go.
+        """
+        resources = {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}}
+        wait = {"name": INIT_CONTAINER, "image": "alpine:3.10", "imagePullPolicy": "IfNotPresent",
+                "resources": resources, "command": ["sh", "-c", "until nslookup MASTER; do sleep 2; done"]}  # fmt: skip
+        return {**spec, "initContainers": [wait]} if role == "Worker" else spec
 
     def status(self, job: Manifest, state: str, why: str = "") -> None:
         """Set the job's status to `created`, `running`, `succeeded` or `failed`."""
@@ -167,6 +185,14 @@ class Trainer:
         check_mounts(self._pod_spec(job))
 
     def limit(self, job: Manifest) -> int:
+        return self.backoff_limit
+
+    def max_deleted_pods(self, job: Manifest) -> float:
+        """A Job counts a pod that is deleted as a failed one: kubernetes, pkg/controller/job/job_controller.go,
+        isPodFailed and exceedsBackoffLimit. The restarts of its containers are no longer counted once it is gone.
+
+        The real controller makes the next pod before the deleted one is gone; here, both would have one address.
+        """
         return self.backoff_limit
 
     def _patches(self, job: Manifest) -> Iterator[Manifest]:
@@ -298,8 +324,15 @@ def admitted(spec: Manifest, accounts: dict[str, Manifest]) -> Manifest:
         raise Refused(403, f'error looking up service account {name}: serviceaccount "{name}" not found')
     if not spec.get("automountServiceAccountToken", accounts[name].get("automountServiceAccountToken", True)):
         return spec
-    token = {"name": "kube-api-access-x7k2p", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
-    return {**spec, "volumes": [*(spec.get("volumes") or []), token]}
+    volume = "kube-api-access-x7k2p"
+    token = {"name": volume, "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+    mount = {"name": volume, "mountPath": TOKEN_DIRECTORY, "readOnly": True}
+    containers = {
+        kind: [{**each, "volumeMounts": [*(each.get("volumeMounts") or []), mount]} for each in spec[kind]]
+        for kind in ("initContainers", "containers")
+        if kind in spec
+    }
+    return {**spec, **containers, "volumes": [*(spec.get("volumes") or []), token]}
 
 
 def first_lost(given: Any, parsed: Any, path: str = "") -> str:
@@ -316,16 +349,24 @@ def first_lost(given: Any, parsed: Any, path: str = "") -> str:
     return ""
 
 
-def may(allowed: Collection[tuple[str, str, str]], verb: str, group: str, resource: str) -> bool:
-    """Whether one of the rules in `allowed` permits the request; `*` matches everything."""
-    request = verb, group, resource
-    return any(all(rule in ("*", part) for rule, part in zip(rules, request, strict=True)) for rules in allowed)
+def may(allowed: Collection[tuple[str, str, str]], verb: str, group: str, resource: str, name: str = "") -> bool:
+    """Whether one of the rules in `allowed` permits the request; `*` matches everything.
+
+    A rule for named objects permits no request without a name, such as a list: kubernetes,
+    pkg/apis/rbac/v1/evaluation_helpers.go, ResourceNameMatches.
+    """
+    requests = {(verb, group, resource), (verb, group, f"{resource}:{name}")}
+    return any(
+        all(rule in ("*", part) for rule, part in zip(rules, request, strict=True))
+        for rules in allowed for request in requests
+    )  # fmt: skip
 
 
 def rules(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """The rules of a Role or ClusterRole as (verb, group, resource)."""
+    """The rules of a Role or ClusterRole as (verb, group, resource), for a named object `resource:name`."""
     return [
-        (verb, group, resource)
+        (verb, group, f"{resource}{name}")
         for rule in manifest["rules"]
         for verb in rule["verbs"] for group in rule["apiGroups"] for resource in rule["resources"]
+        for name in [f":{name}" for name in rule.get("resourceNames", [])] or [""]
     ]  # fmt: skip

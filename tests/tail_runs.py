@@ -86,7 +86,10 @@ def new_rows(
 
 
 def dataset(rows: list[tuple[list[int], list[int]]], loss: str = "answer") -> datasets.Dataset:
-    labels = [([-100] * len(q) if loss == "answer" else q) + a for q, a in rows]
+    if loss == "turns":  # a conversation: earlier answers of three tokens between questions of three
+        labels = [[token if i // 3 % 2 else -100 for i, token in enumerate(q)] + a for q, a in rows]
+    else:
+        labels = [([-100] * len(q) if loss == "answer" else q) + a for q, a in rows]
     return datasets.Dataset.from_dict({"input_ids": [q + a for q, a in rows], "labels": labels})
 
 

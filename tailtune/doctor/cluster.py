@@ -1,8 +1,11 @@
 """What would stop a run of a recipe in a project on a cluster. Only reads."""
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tailtune.jobs import trainjob
 from tailtune.jobs.cleanup import ASK_CLUSTER_ADMIN
 from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import JOB_KINDS, find_kind
-from tailtune.recipe.schema import Recipe
+from tailtune.recipe.schema import Recipe, Resources
 from tailtune.run import MOUNTS
 
 RUNNER = "pipeline-runner"
@@ -31,6 +34,15 @@ OLDEST_SERVER = Version("2.14.3")
 INTERNAL_REGISTRY = "image-registry.openshift-image-registry.svc:5000/"
 SERVER_TIMEOUT_SECONDS = 20.0
 HOSTNAME = "kubernetes.io/hostname"
+ON_KUBERNETES = (
+    (r"enable the component trainingoperator, or trainer: .*", "install the Training Operator or Kubeflow Trainer"),
+    (r"enable the component trainer: .*", "install the runtimes of Kubeflow Trainer"),
+    (r"apply -k deploy/cluster-admin/", "apply -k deploy/overlays/kubernetes/cluster-admin"),
+    (r"apply -k deploy/$", "apply -k deploy/overlays/kubernetes"),
+    (r"deploy/project/", "deploy/overlays/kubernetes/project/"),
+    (r"\boc (?=[a-z])", "kubectl "),
+)
+"""What to write instead of fixes for OpenShift, in order: patterns and replacements."""
 SELECTED_NODE = "volume.kubernetes.io/selected-node"
 """Annotation of a claim whose volume was made for the node of the first pod: kubernetes, pkg/volume."""
 
@@ -43,13 +55,24 @@ def cluster_findings(cluster: KubernetesClient, recipe: Recipe, images: Sequence
                                f"{cluster.namespace}")  # fmt: skip
     groups = cluster.call(client.ApisApi(api).get_api_versions).groups
     is_openshift = any(group.name == "image.openshift.io" for group in groups)
-    yield from _pipeline_server(cluster, is_openshift)
-    yield from _training_jobs(cluster, recipe)
-    yield from _volumes(cluster, recipe)
-    yield from _queue(cluster, recipe, groups)
-    yield from _quota(cluster, recipe)
-    yield from _secrets(cluster, recipe)
-    yield from _images(cluster, images, is_openshift)
+    found = chain(
+        _pipeline_server(cluster, is_openshift),
+        _training_jobs(cluster, recipe),
+        _volumes(cluster, recipe),
+        _queue(cluster, recipe, groups),
+        _quota(cluster, recipe),
+        _secrets(cluster, recipe),
+        _images(cluster, images, is_openshift),
+    )
+    yield from found if is_openshift else map(_for_kubernetes, found)
+
+
+def _for_kubernetes(finding: Finding) -> Finding:
+    """The finding with the fix for a cluster that is not OpenShift."""
+    fix = finding.fix
+    for pattern, plain in ON_KUBERNETES:
+        fix = re.sub(pattern, plain, fix)
+    return replace(finding, fix=fix)
 
 
 def find_pipeline_server(cluster: KubernetesClient) -> str | None:
@@ -97,7 +120,8 @@ def _pipeline_server(cluster: KubernetesClient, is_openshift: bool) -> Iterator[
         if cluster.in_pod:
             return
         yield Finding(check, BLOCKS, f"project {cluster.namespace} has none that is ready",
-                      "dashboard: the project, Pipelines, Configure pipeline server; then oc get dspa")  # fmt: skip
+                      "oc apply -k deploy/components/pipeline-server/s3/, or dashboard: the project, Pipelines, "
+                      "Configure pipeline server; then oc get dspa")  # fmt: skip
         return
     token = cluster.configuration.get_api_key_with_prefix("authorization") or ""
     try:
@@ -145,20 +169,23 @@ def _training_jobs(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Findin
             for verb, resource in (("list", "pods"), ("get", "pods/log"))
             if not cluster.may(verb, "", resource, user)
         ]
+        may_list_runs = cluster.may("list", "argoproj.io", "workflows", user)
     except client.ApiException as error:
         if user is None or error.status != 403:
             raise
-        kind, refused = installed[0], None
+        kind, refused, may_list_runs = installed[0], None, True
     yield Finding("training job", OK, f"{kind.KIND} is available")
     check = "permissions of the runner"
+    remedy = f"{ASK_CLUSTER_ADMIN}, with {cluster.namespace} and {runner} in deploy/project/kustomization.yaml"
     if refused is None:
         yield Finding(check, UNKNOWN, f"you are not allowed to ask about {runner}; the first step of a run checks them")
     elif refused:
-        yield Finding(check, BLOCKS, f"{runner} is not allowed to {', '.join(refused)} in {cluster.namespace}",
-                      f"{ASK_CLUSTER_ADMIN}, with {cluster.namespace} and {runner} in "
-                      f"deploy/project/kustomization.yaml")  # fmt: skip
+        yield Finding(check, BLOCKS, f"{runner} is not allowed to {', '.join(refused)} in {cluster.namespace}", remedy)
     else:
         yield Finding(check, OK, f"{runner} may create, follow and delete training jobs")
+    if not may_list_runs:
+        yield Finding(check, WARNING, f"{runner} is not allowed to list workflows in {cluster.namespace}: a second run "
+                      "of a name is not refused, and the drain of a step ends its training", remedy)  # fmt: skip
     if not cluster.in_pod:
         yield _person(cluster, kind)
     if kind is trainjob:
@@ -211,7 +238,9 @@ def _runtime(cluster: KubernetesClient) -> Finding:
 
 
 def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    claims, num_nodes = recipe.cluster, recipe.resources.num_nodes
+    claims, jobs = recipe.cluster, [recipe.resources_of(stage) for stage in recipe.stages]
+    num_nodes = max(job.num_nodes for job in jobs)
+    pinned_to = {each.node_selector.get(HOSTNAME) for each in (recipe.resources, *jobs)}
     mount_paths = {
         claims.data_claim: MOUNTS["data_dir"],
         claims.models_claim: MOUNTS["models_dir"],
@@ -230,10 +259,11 @@ def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
         elif num_nodes > 1 and "ReadWriteMany" not in modes:
             message = f"is {', '.join(modes)}, and {num_nodes} nodes need ReadWriteMany"
             yield Finding(check, BLOCKS, message, "give it a class with ReadWriteMany in deploy/")
-        elif "ReadWriteMany" not in modes and HOSTNAME not in recipe.resources.node_selector:
+        elif "ReadWriteMany" not in modes and (None in pinned_to or len(pinned_to) > 1):
             node = (claim.metadata.annotations or {}).get(SELECTED_NODE, "NAME (oc get nodes)")
             message = f"is {', '.join(modes)}: steps and training wait forever if they are scheduled on different nodes"
-            one_node = f"-p 'resources.node_selector={{{HOSTNAME}: {node}}}'"
+            keys = {"resources.node_selector", *(recipe.resource_key(i, "node_selector") for i in range(len(jobs)))}
+            one_node = " ".join(f"-p '{key}={{{HOSTNAME}: {node}}}'" for key in sorted(keys))
             fix = f"put all on one node with {one_node}, or give it a class with ReadWriteMany in deploy/"
             yield Finding(check, BLOCKS, message, fix)
         else:
@@ -242,91 +272,129 @@ def _volumes(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _queue(cluster: KubernetesClient, recipe: Recipe, groups: Sequence[client.V1APIGroup]) -> Iterator[Finding]:
-    name = recipe.resources.queue
     kueue = next((group for group in groups if group.name == "kueue.x-k8s.io"), None)
-    if not name:
-        if kueue:
+    for name in sorted({each.queue for each in (recipe.resources, *map(recipe.resources_of, recipe.stages))}):
+        if name:
+            yield _queue_named(cluster, name, kueue)
+        elif kueue:
             yield Finding("queue", WARNING, "the cluster has Kueue, and the run names no queue",
                           "oc get localqueue; then -p queue=NAME")  # fmt: skip
-        return
+
+
+def _queue_named(cluster: KubernetesClient, name: str, kueue: client.V1APIGroup | None) -> Finding:
     version = kueue.versions[0].version if kueue else "v1beta1"
     queue = _read(cluster, lambda name, namespace: cluster.custom.get_namespaced_custom_object(
         "kueue.x-k8s.io", version, namespace, "localqueues", name), name)  # fmt: skip
     if queue == 404 and not kueue:
-        yield Finding(f"queue {name}", WARNING, "the cluster has no Kueue, so the job does not queue", "-p queue=")
-    elif isinstance(queue, int):
-        yield _unread(f"queue {name}", queue, "oc get localqueue; then -p queue=NAME")
-    else:
-        yield Finding(f"queue {name}", OK, "the LocalQueue is available")
+        return Finding(f"queue {name}", WARNING, "the cluster has no Kueue, so the job does not queue", "-p queue=")
+    if isinstance(queue, int):
+        return _unread(f"queue {name}", queue, "oc get localqueue; then -p queue=NAME")
+    return Finding(f"queue {name}", OK, "the LocalQueue is available")
 
 
 def _quota(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check that the job's pods fit next to the step that waits for them, and that no container is too large.
+    """Check that a job's pods fit next to the step that waits for them, and that no container is too large.
 
+    Of the stages' jobs, which run one after the other, and a step that loads models, the one that needs most counts.
     Needing more than the limit blocks; needing more than is free now is a warning.
     """
-    resources, num_nodes = recipe.resources, recipe.resources.num_nodes
-    needs = {  # of one pod of the job, and of the step, by the names of quotas
-        "pods": ("1", "1"),
-        "requests.cpu": (resources.cpu_request, resources.step_cpu_request),
-        "cpu": (resources.cpu_request, resources.step_cpu_request),
-        "limits.cpu": (resources.cpu, resources.step_cpu),
-        "requests.memory": (resources.memory_request, resources.step_memory_request),
-        "memory": (resources.memory_request, resources.step_memory_request),
-        "limits.memory": (resources.memory, resources.step_memory),
-    }
-    if resources.gpu:
-        needs[f"requests.{resources.gpu}"] = str(resources.ranks_per_node), "0"
+    resources, jobs = recipe.resources, [recipe.resources_of(stage) for stage in recipe.stages]
+    waiting = _pod_needs(resources, "step_")
+    alternatives = [(job.num_nodes, _pod_needs(job, num_gpus=job.ranks_per_node), waiting) for job in jobs]
+    alternatives.append((1, _pod_needs(resources, num_gpus=1), {}))
     quotas = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_resource_quota(namespace), "")
     if isinstance(quotas, int):
         yield _unread("quota", quotas, f"oc get resourcequota -n {cluster.namespace}")
         return
     short: dict[str, str] = {}  # message → status
+    counted: set[str] = set()
     for quota in quotas.items:
         if quota.spec and (quota.spec.scopes or quota.spec.scope_selector):  # applies to some pods, maybe not to ours
             continue
         hard, used = quota.status.hard or {}, quota.status.used or {}
-        for name, (per_pod, per_step) in needs.items():
-            if name not in hard:
+        counted |= {name for name in hard if name in waiting and name.endswith(("cpu", "memory"))}
+        for name in hard:
+            if not any(name in pod for _, pod, _ in alternatives):
                 continue
-            need, limit = num_nodes * parse_quantity(per_pod) + parse_quantity(per_step), parse_quantity(hard[name])
+            need, number, per_pod, per_step = max(
+                (number * parse_quantity(pod.get(name, "0")) + parse_quantity(step.get(name, "0")), number,
+                 pod.get(name, "0"), step.get(name, "0"))
+                for number, pod, step in alternatives
+            )  # fmt: skip
+            limit = parse_quantity(hard[name])
             if need > limit - parse_quantity(used.get(name, "0")):
                 step = "" if per_step == "0" else f" and {per_step} for the step"
-                message = f"{name}: {num_nodes} x {per_pod}{step} needed, {used.get(name, '0')} of {hard[name]} used"
+                message = f"{name}: {number} x {per_pod}{step} needed, {used.get(name, '0')} of {hard[name]} used"
                 short[message] = BLOCKS if need > limit else WARNING
     if short:
         yield Finding("quota", BLOCKS if BLOCKS in short.values() else WARNING, "; ".join(short),
                       "free some, ask for more, or lower -p num_nodes= and resources.*")  # fmt: skip
     else:
-        yield Finding("quota", OK, f"room for {num_nodes} pods" if quotas.items else "the project has none")
-    yield from _limit_ranges(cluster, recipe)
+        num_pods = max(job.num_nodes for job in jobs)
+        yield Finding("quota", OK, f"room for {num_pods} pods" if quotas.items else "the project has none")
+    yield from _limit_ranges(cluster, recipe, counted)
 
 
-def _limit_ranges(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
-    """Check the largest container that the project allows. Not its defaults: all containers of tailtune have limits.
+def _pod_needs(resources: Resources, prefix: str = "", *, num_gpus: int = 0) -> dict[str, str]:
+    """What a pod takes of quotas, by their names."""
+    cpu, cpu_request, memory, memory_request = (
+        getattr(resources, prefix + name) for name in ("cpu", "cpu_request", "memory", "memory_request")
+    )
+    return {
+        "pods": "1", "requests.cpu": cpu_request, "cpu": cpu_request, "limits.cpu": cpu,
+        "requests.memory": memory_request, "memory": memory_request, "limits.memory": memory,
+        **({f"requests.{resources.gpu}": str(num_gpus)} if resources.gpu and num_gpus else {}),
+    }  # fmt: skip
 
-    An account that may not read limit ranges is not a finding: they are rare.
+
+def _limit_ranges(cluster: KubernetesClient, recipe: Recipe, counted: Collection[str]) -> Iterator[Finding]:
+    """Check the containers of the steps and of the job, and the defaults for what quotas count (`limits.cpu`).
+
+    All containers of tailtune have requests and limits. Those that Argo adds to a step have none on OpenShift AI
+    (data-science-pipelines-operator, config/internal/workflow-controller/configmap.yaml.tmpl), and where a quota counts
+    them, the API server refuses the pod. A step that runs has been admitted. An account that may not read limit ranges
+    is not a finding: they are rare. Source of the rules: kubernetes, plugin/pkg/admission/limitranger/admission.go,
+    PodValidateLimitFunc.
     """
     ranges = _read(cluster, lambda _, namespace: cluster.core.list_namespaced_limit_range(namespace), "")
     if isinstance(ranges, int):
         return
+    defaults: set[str] = set()
+    for limit in (each for item in ranges.items for each in item.spec.limits if each.type == "Container"):
+        for name in {**(limit.default or {}), **(limit.default_request or {})}:
+            defaults |= {f"requests.{name}", name}
+        defaults |= {f"limits.{name}" for name in limit.default or {}}
+    if (missing := sorted(set(counted) - defaults)) and not cluster.in_pod:
+        yield Finding("limit range", WARNING,
+                      f"a quota counts {', '.join(missing)}, and the project has no defaults for containers: the pods "
+                      "of all steps are refused, unless Argo is set up to give its own containers resources",
+                      "ask for a LimitRange with default and defaultRequest of type Container")  # fmt: skip
     for limit in (each for item in ranges.items for each in item.spec.limits if each.type in ("Container", "Pod")):
-        for resource in ("cpu", "memory"):
-            asked = max(getattr(recipe.resources, resource), getattr(recipe.resources, f"step_{resource}"),
-                        key=parse_quantity)  # fmt: skip
-            largest = (limit.max or {}).get(resource)
-            if largest and parse_quantity(asked) > parse_quantity(largest):
-                message = f"a {limit.type.lower()} may have at most {largest} of {resource}, and {asked} are asked for"
-                fix = f"lower -p resources.{resource}= and resources.step_{resource}=, or ask for more"
-                yield Finding("limit range", BLOCKS, message, fix)
+        for resource, (limit_key, most), (request_key, request) in recipe.container_sizes():
+            kind = limit.type.lower()
+            largest, smallest, ratio = (
+                (values or {}).get(resource) for values in (limit.max, limit.min, limit.max_limit_request_ratio)
+            )
+            if limit.type == "Pod":  # the sidecars of a step count as well
+                smallest = ratio = None
+            if largest and parse_quantity(most) > parse_quantity(largest):
+                message = f"a {kind} may have at most {largest} of {resource}, and {most} are asked for"
+                yield Finding("limit range", BLOCKS, message, f"lower -p {limit_key}=, or ask for more")
+            if smallest and parse_quantity(request) < parse_quantity(smallest):
+                message = f"a {kind} must request at least {smallest} of {resource}, and {request} are requested"
+                yield Finding("limit range", BLOCKS, message, f"raise -p {request_key}=")
+            if ratio and parse_quantity(most) > parse_quantity(request) * parse_quantity(ratio):
+                message = f"a {kind}'s {resource} limit may be at most {ratio} times its request: {most} for {request}"
+                yield Finding("limit range", BLOCKS, message, f"raise -p {request_key}=")
 
 
 def _secrets(cluster: KubernetesClient, recipe: Recipe) -> Iterator[Finding]:
     """Check names and keys; values are not read. A missing secret does not stop a run: access may not need it."""
     names = recipe.cluster
+    needs_s3 = any(source.startswith("s3://") for source in recipe.data.all_sources)
     secrets = (
         ("hf_secret", names.hf_secret, "token", "gated or private models and data sets", False),
-        ("s3_secret", names.s3_secret, "AWS_ACCESS_KEY_ID", "data on S3", recipe.data.source.startswith("s3://")),
+        ("s3_secret", names.s3_secret, "AWS_ACCESS_KEY_ID", "data on S3", needs_s3),
         ("ca_secret", names.ca_secret, "ca-bundle.crt", "servers with certificates of your own", False),
     )
     for parameter, name, key, purpose, needed in secrets:

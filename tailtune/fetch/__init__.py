@@ -1,6 +1,7 @@
-"""The fetch and model steps: bring the data file and the base model to the volumes, complete or not at all.
+"""The fetch and model steps: bring the data files and the base model to the volumes, complete or not at all.
 
-dataset.py        the data file, from a path, https://, s3:// or the hub
+dataset.py        the data files, from paths, https://, s3:// or the hub
+choice.py         which files of a directory or data set: configurations, splits, patterns
 model.py          the base model: fetched from the hub, used in place, or built small
 small_model.py    builds a small model of the recipe's architecture, for runs without a download
 hub.py            queries to the Hugging Face hub

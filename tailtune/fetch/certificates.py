@@ -1,5 +1,6 @@
 """Trust an organisation's own certificates in addition to the public ones, in every client."""
 
+import atexit
 import os
 import tempfile
 from pathlib import Path
@@ -27,5 +28,6 @@ def trust_mounted_certificates() -> None:
         current = Path(os.environ.get(variable) or certifi.where())  # the platform may have set some
         public = current if current.is_file() else Path(certifi.where())
         with tempfile.NamedTemporaryFile("w", prefix="tailtune-ca-", suffix=".crt", delete=False) as bundle:
+            atexit.register(Path(bundle.name).unlink, missing_ok=True)
             bundle.write(f"{public.read_text(encoding='utf-8')}\n{own}")
         os.environ[variable] = bundle.name

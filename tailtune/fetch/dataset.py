@@ -1,4 +1,4 @@
-"""Fetch the data file once, complete or not at all.
+"""Fetch the data files once, complete or not at all.
 
 This module defines what a source is and how it is opened; `tailtune.fetch.transfer` receives the bytes,
 also those of data files on the hub: `hf_hub_download` deletes unfinished files since version 2.
@@ -8,11 +8,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import huggingface_hub as hub
 import requests
@@ -20,25 +21,24 @@ from huggingface_hub import errors as hub_errors
 
 from tailtune.errors import UserError
 from tailtune.fetch import transfer
+from tailtune.fetch.choice import FORMATS_SHOWN, Wanted, choose_files, local_files
 from tailtune.fetch.hub import hub_endpoint, query_hub
 from tailtune.fetch.transfer import STATE, Body, Origin
 from tailtune.files import sha256_json
 from tailtune.log import log
 from tailtune.manifest import MANIFEST, read_manifest
-from tailtune.recipe.schema import without_secrets
+from tailtune.recipe.schema import show_sources, source_list, without_secrets
 
 TIMEOUT_SECONDS = 60.0
 CHUNK_BYTES = 8 * 2**20
-DATA_FILE_NAME = re.compile(
-    r"(^|/)(?!(dataset_infos\.json|license\.txt|requirements\.txt)$)[^/]*\.(json|jsonl|csv|txt|parquet)(\.gz|\.zst)?$",
-    re.IGNORECASE,
-)
+HUB_FORM = "hf://datasets/OWNER/NAME[@revision][/file]"
+SIDES = ("train", "validation")
 
 
 @dataclass(frozen=True)
 class Fetched:
     path: Path
-    """The data file under its final name."""
+    """The data file under its final name, or the directory of several files."""
     source: str
     revision: str | None
     """The resolved commit for `hf://`, otherwise the server's ETag, if there is one."""
@@ -48,28 +48,58 @@ class Fetched:
     """Whether an earlier fetch was complete, so that no file was touched."""
 
 
-def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, keep: bool = False) -> Fetched:
-    """Fetch one data file into `directory`, unless it is there already.
+def fetch_dataset(
+    source: str | list[str],
+    directory: Path,
+    *,
+    validation_source: str | list[str] | None = None,
+    sha256: str | None = None,
+    keep: bool = False,
+) -> Fetched:
+    """Fetch the data files into `directory`, unless they are there already.
 
-    `source` is `hf://datasets/OWNER/NAME[@revision][/file]`, `https://…`, `s3://BUCKET/KEY`, a path,
-    or `embedded` (the file in the image). A branch is resolved once; the commit is recorded and kept.
-    `sha256` is the expected hash. With `keep`, a file that differs from the one in `directory` is refused.
-    Raises UserError.
+    A source is a file, a directory, a glob, `https://…`, `s3://BUCKET/KEY`, `s3://BUCKET/FOLDER/`,
+    `hf://datasets/OWNER/NAME[@revision][/file][?config=…&split=…]`, or `embedded` (the file in the image). The
+    manifest's facts list the files in the order of the sources, those of one source by name. A branch is resolved once;
+    the commit is recorded and kept. `sha256` is the expected hash, where `source` is one file. With `keep`, files that
+    differ from those in `directory` are refused. Raises UserError.
     """
-    shown = without_secrets(source)
+    sources = [(side, each) for side, given in zip(SIDES, (source, validation_source), strict=True)
+               for each in source_list(given)]  # fmt: skip
+    shown = ", ".join(without_secrets(each) for _, each in sources)
     earlier = read_manifest(directory) if keep else None
-    local = _local_file(source)
+    local = {each: local_files(each) for _, each in sources}
     # The query of an address, often a signature, must not be stored, so its hash tells addresses apart.
-    key: dict[str, Any] = {"source": shown, "source_sha256": sha256_json(source), "sha256": sha256}
-    if local:
-        key |= {"bytes": local.stat().st_size, "mtime_ns": local.stat().st_mtime_ns}
+    key = {
+        "sources": [
+            [side, without_secrets(each), sha256_json(each), [_version(path) for path in local[each] or []]]
+            for side, each in sources
+        ],
+        "sha256": sha256,
+    }
     if manifest := read_manifest(directory, key):
         log.info("fetch: %s is already here: %s", shown, directory)
         return _fetched(directory, manifest["facts"], reused=True)
-    facts: dict[str, Any] = {"source": shown}
+    facts: dict[str, Any] = {"source": show_sources(source)}
+    if validation_source:
+        facts["validation_source"] = show_sources(validation_source)
     with transfer.complete_or_absent(directory, key, facts, shown, hub_endpoint()) as (partial_dir, hashes):
-        origin = _origin(local or source)
-        transfer.receive(origin, partial_dir, key, facts, sha256, shown)
+        found = [(side, origin) for side, each in sources for origin in find_origins(each, local[each])]
+        origins = _with_unique_names([origin for _, origin in found])
+        num_train = sum(side == "train" for side, _ in found)
+        if sha256 and num_train > 1:
+            problem = f"data.sha256 is the hash of one file, but data.source is {num_train} files"
+            raise UserError(problem, "leave data.sha256 out, or name one file")
+        transfer.keep_if_same(partial_dir, {"key": key, "files": [[each.name, each.revision] for each in origins]})
+        files: list[dict[str, Any]] = []
+        for (side, _), origin in zip(found, origins, strict=True):
+            files.append({"side": side, "source": origin.shown})
+            try:
+                transfer.receive(origin, partial_dir, files[-1], sha256 if side == "train" else None)
+            finally:  # how much is needed, when the disk is full
+                facts["bytes"] = sum(file.get("bytes", 0) for file in files)
+            hashes[origin.name] = files[-1]["sha256"]
+        facts |= _totals(files)
         if earlier and earlier["facts"]["sha256"] != facts["sha256"]:
             transfer.empty(partial_dir)
             raise UserError(
@@ -77,86 +107,93 @@ def fetch_dataset(source: str, directory: Path, *, sha256: str | None = None, ke
                 f"choose another --run-name, restore it (sha256 {earlier['facts']['sha256']}), or delete the run's "
                 "models directory",
             )
-        hashes[origin.name] = facts["sha256"]
-    log.info("fetch: %s: %s bytes, sha256 %s", shown, f"{facts['bytes']:,}", facts["sha256"])
+    what = f"{len(files)} files, " if len(files) > 1 else ""
+    log.info("fetch: %s: %s%s bytes, sha256 %s", shown, what, f"{facts['bytes']:,}", facts["sha256"])
     return _fetched(directory, facts, reused=False)
+
+
+def _totals(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the facts of all files together: a single file's hash and revision are those of the whole."""
+    revisions = {file["revision"] for file in files if file["revision"]}
+    hashes = [file["sha256"] for file in files]
+    return {
+        "files": files,
+        "bytes": sum(file["bytes"] for file in files),
+        "revision": revisions.pop() if len(revisions) == 1 else None,
+        "sha256": hashes[0] if len(hashes) == 1 else sha256_json(hashes),
+    }
 
 
 def _fetched(directory: Path, facts: Mapping[str, Any], *, reused: bool) -> Fetched:
     known = {name: facts[name] for name in ("source", "revision", "bytes", "sha256")}
-    return Fetched(directory / facts["file"], **known, reused=reused)
+    files = facts["files"]
+    return Fetched(directory / files[0]["file"] if len(files) == 1 else directory, **known, reused=reused)
 
 
-def _local_file(source: str) -> Path | None:
-    """Return the file that `embedded` or a path refers to; None for an address. Raises UserError."""
-    if source == "embedded":
-        return _embedded_file()
-    if "://" in source:
-        return None
-    path = Path(source).expanduser()
-    if path.is_dir():
-        raise UserError(f"data source {path} is a directory", "name one file in it")
-    if not path.is_file():
-        raise UserError(
-            f"data source {path} does not exist",
-            "give the path of a file as this step sees it, hf://datasets/OWNER/NAME, https://…, s3://BUCKET/KEY or "
-            "'embedded'",
-        )
-    return path
+def _with_unique_names(origins: list[Origin]) -> list[Origin]:
+    """Return several origins with a number before each name, so that none has the name of another or of its parts."""
+    if len(origins) == 1:
+        return origins
+    return [replace(origin, name=f"{index:04}-{origin.name}") for index, origin in enumerate(origins)]
 
 
-def _origin(source: str | Path) -> Origin:
-    """Return how a source is opened. Raises UserError when it is not supported."""
-    if isinstance(source, Path):
-        return Origin(_file_name(source.name), partial(_open_local, source))
-    scheme = source.partition("://")[0]
+def _version(path: Path) -> list[Any]:
+    """Return what tells a local file from another version of it."""
+    return [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def find_origins(source: str, local: list[Path] | None) -> list[Origin]:
+    """Return how the files of a source are opened. Raises UserError when it is not supported."""
+    if local is not None:
+        shown = [source] if len(local) == 1 else map(str, local)
+        return [Origin(_file_name(path.name), name, partial(_open_local, path))
+                for path, name in zip(local, shown, strict=True)]  # fmt: skip
+    scheme, shown_source = source.partition("://")[0], without_secrets(source)
     if scheme in ("http", "https"):
-        return Origin(_file_name(unquote(urlsplit(source).path)), partial(_open_http, source, {}))
+        return [Origin(_file_name(unquote(urlsplit(source).path)), shown_source, partial(_open_http, source, {}))]
     if scheme == "s3":
-        path = source.removeprefix("s3://").strip("/")
-        if "/" not in path:
-            raise UserError(f"{source} names no object", "write s3://BUCKET/KEY")
-        return Origin(_file_name(path), partial(_open_s3, path, _s3_arguments()))
+        return _s3_origins(source)
     if scheme == "hf":
-        return _hub_origin(source, hub_endpoint())
+        return _hub_origins(source, hub_endpoint())
     raise UserError(
-        f"data source {without_secrets(source)}: '{scheme}://' is not supported",
+        f"data source {shown_source}: '{scheme}://' is not supported",
         "use hf://datasets/…, https://, s3://, a path or 'embedded'",
     )
 
 
-def _hub_origin(source: str, endpoint: str) -> Origin:
+def _hub_origins(source: str, endpoint: str) -> list[Origin]:
+    address, _, query = source.partition("?")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise UserError(f"{source} names a configuration or a split twice", "give each of them as a source of its own")
+    if unknown := options.keys() - {"config", "split"}:
+        raise UserError(f"{source}: '{min(unknown)}' is not known after '?'", "write ?config=NAME&split=NAME")
     try:
-        uri = hub.parse_hf_uri(source)
+        uri = hub.parse_hf_uri(address)
     except hub_errors.HfUriError as error:
-        raise UserError(f"{error.args[0].strip()} Write hf://datasets/OWNER/NAME[@revision][/file]") from None
+        raise UserError(f"{error.args[0].strip()} Write {HUB_FORM}") from None
     if uri.type != "dataset":
-        raise UserError(f"{source} is not a dataset", "write hf://datasets/OWNER/NAME[@revision][/file]")
+        raise UserError(f"{source} is not a dataset", f"write {HUB_FORM}")
     api = hub.HfApi(endpoint=endpoint)
     info = query_hub(api.dataset_info, uri.id, revision=uri.revision, files_metadata=True)
     log.info("fetch: %s: %s is commit %s", source, uri.revision or "main", info.sha)
     files = {file.rfilename: file for file in info.siblings or []}
-    name = uri.path_in_repo or _only_data_file(list(files), source)
-    url = hub.hf_hub_url(uri.id, name, repo_type="dataset", revision=info.sha, endpoint=endpoint)
+    card = info.card_data.to_dict() if info.card_data else {}
+    wanted = Wanted(address, uri.path_in_repo, options.get("config"), options.get("split"))
+    names = choose_files(files, wanted, card) or [uri.path_in_repo]
+    urls = [hub.hf_hub_url(uri.id, name, repo_type="dataset", revision=info.sha, endpoint=endpoint) for name in names]
     token = hub.get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # The hub's client explains a refusal; requests, which receives the file, knows only the status.
-    query_hub(hub.get_hf_file_metadata, url, token=token, endpoint=endpoint)
-    lfs = files[name].lfs if name in files else None
-    return Origin(_file_name(name), partial(_open_http, url, headers), info.sha, lfs.sha256 if lfs else None)
-
-
-def _only_data_file(names: list[str], source: str) -> str:
-    data_files = [name for name in names if DATA_FILE_NAME.search(name)]
-    if len(data_files) == 1:
-        return data_files[0]
-    if not data_files:
-        raise UserError(f"{source} contains no .json, .jsonl, .csv, .txt or .parquet file", "append the file's name")
-    listed = ", ".join(data_files[:10]) + (", …" if len(data_files) > 10 else "")
-    raise UserError(
-        f"{source} contains {len(data_files)} data files ({listed})",
-        f"append one to the source, for example {source.rstrip('/')}/{data_files[0]}",
-    )
+    query_hub(hub.get_hf_file_metadata, urls[0], token=token, endpoint=endpoint)
+    base = f"hf://datasets/{uri.id}@{info.sha}"
+    lfs = [files[name].lfs if name in files else None for name in names]
+    return [
+        Origin(_file_name(name), source if len(names) == 1 else f"{base}/{name}", partial(_open_http, url, headers),
+               info.sha, pointer.sha256 if pointer else None)
+        for name, url, pointer in zip(names, urls, lfs, strict=True)
+    ]  # fmt: skip
 
 
 def _file_name(path: str) -> str:
@@ -167,7 +204,8 @@ def _file_name(path: str) -> str:
 @contextmanager
 def _open_local(path: Path, offset: int, version: str | None) -> Iterator[Body]:
     with path.open("rb") as file:
-        yield Body(0, path.stat().st_size, None, iter(lambda: file.read(CHUNK_BYTES), b""))
+        status = path.stat()
+        yield Body(0, status.st_size, str(status.st_mtime_ns), iter(lambda: file.read(CHUNK_BYTES), b""))
 
 
 @contextmanager
@@ -215,14 +253,49 @@ def _check_response(response: requests.Response, shown: str) -> None:
         raise UserError(f"{shown} is a web page, not a data file", "use the link that downloads the file")
 
 
-@contextmanager
-def _open_s3(path: str, arguments: Mapping[str, Any], offset: int, version: str | None) -> Iterator[Body]:
+def _s3_origins(source: str) -> list[Origin]:
+    """Return the objects of `s3://BUCKET/KEY`, `s3://BUCKET/FOLDER/` or a pattern such as `s3://BUCKET/F/*.jsonl`."""
+    bucket, slash, key = source.removeprefix("s3://").partition("/")
+    if not bucket or not slash:
+        raise UserError(f"{source} names no object", "write s3://BUCKET/KEY")
+    arguments = _s3_arguments()
+    if key and not has_magic(key) and not key.endswith("/"):
+        return [Origin(_file_name(key), source, partial(_open_s3, f"{bucket}/{key}", arguments))]
+    # the folder ends before the first part of a pattern
+    folder = re.sub(r"[^/]*[*?[].*", "", key)
+    found = transfer.call_with_retries(partial(_list_s3, bucket, folder, arguments))
+    wanted = Wanted(source, key.removeprefix(folder) if has_magic(key) else "")
+    names = choose_files([name.removeprefix(f"{bucket}/{folder}") for name in found], wanted)
+    if not names:
+        raise UserError(f"{source} matches no {FORMATS_SHOWN} object", "check the pattern")
+    paths = [f"{bucket}/{folder}{name}" for name in names]
+    return [
+        Origin(_file_name(path), f"s3://{path}", partial(_open_s3, path, arguments), found[path]["ETag"].strip('"'))
+        for path in paths
+    ]
+
+
+def _list_s3(bucket: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return all objects below a folder by path, with the bucket."""
+    storage = _s3_storage(arguments)
+    _check_s3_bucket(storage, bucket, f"{bucket}/{folder}")
+    found: dict[str, dict[str, Any]] = storage.find(f"{bucket}/{folder}", detail=True)
+    return {name: info for name, info in found.items() if info["type"] == "file"}
+
+
+def _s3_storage(arguments: Mapping[str, Any]) -> Any:
     import s3fs  # takes half a second, and only this source needs it
 
     timeouts = {"connect_timeout": TIMEOUT_SECONDS, "read_timeout": TIMEOUT_SECONDS}
     once = {"retries": {"total_max_attempts": 1}}  # transfer.call_with_retries counts and logs all attempts
     storage = s3fs.S3FileSystem(**arguments, config_kwargs={**timeouts, **once}, skip_instance_cache=True)
     storage.retries = 1
+    return storage
+
+
+@contextmanager
+def _open_s3(path: str, arguments: Mapping[str, Any], offset: int, version: str | None) -> Iterator[Body]:
+    storage = _s3_storage(arguments)
     info = _s3_object(storage, path)
     if not version or version != info["ETag"]:
         offset = 0
@@ -237,30 +310,24 @@ def _s3_object(storage: Any, path: str) -> dict[str, Any]:
     try:
         info: dict[str, Any] = storage.info(path)
     except FileNotFoundError:
-        try:
-            storage.info(bucket)
-        except FileNotFoundError:
-            endpoint = storage.endpoint_url or "AWS"
-            remedy = f"check the name and the endpoint ({endpoint}; AWS_ENDPOINT_URL sets it)"
-            raise UserError(f"s3://{path}: there is no bucket '{bucket}'", remedy) from None
-        except PermissionError:
-            pass  # the bucket may not be listed; the object is missing either way
+        _check_s3_bucket(storage, bucket, path)
         raise UserError(f"s3://{path}: bucket '{bucket}' has no such object", "check the key") from None
     if info["type"] == "directory":
-        raise UserError(f"s3://{path} is a folder", "name one object in it")
+        remedy = f"name one object in it, or write s3://{path}/ for all of its data files"
+        raise UserError(f"s3://{path} is a folder", remedy)
     return info
 
 
-def _embedded_file() -> Path:
-    directory = Path(os.environ.get("TAILTUNE_EMBEDDED_DIR", "/opt/tailtune/data"))
-    files = [path for path in sorted(directory.glob("*")) if path.is_file() and DATA_FILE_NAME.search(path.name)]
-    if len(files) != 1:
-        names = ", ".join(path.name for path in files[:10]) or "none"
-        raise UserError(
-            f"source 'embedded' needs exactly one data file in {directory}, found {len(files)} ({names})",
-            "build the image with one, or set TAILTUNE_EMBEDDED_DIR",
-        )
-    return files[0]
+def _check_s3_bucket(storage: Any, bucket: str, path: str) -> None:
+    """Raise UserError when there is no such bucket."""
+    try:
+        storage.info(bucket)
+    except FileNotFoundError:
+        endpoint = storage.endpoint_url or "AWS"
+        remedy = f"check the name and the endpoint ({endpoint}; AWS_ENDPOINT_URL sets it)"
+        raise UserError(f"s3://{path}: there is no bucket '{bucket}'", remedy) from None
+    except PermissionError:
+        pass  # the bucket may not be described; what it contains is another question
 
 
 def _s3_arguments() -> dict[str, Any]:

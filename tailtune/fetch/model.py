@@ -1,5 +1,6 @@
 """Provide the base model of a run: fetched from the hub, used in place, or built small."""
 
+import os
 import re
 import shutil
 import uuid
@@ -15,7 +16,8 @@ from huggingface_hub import errors as hub_errors
 from tailtune.errors import UserError, one_line
 from tailtune.fetch import transfer
 from tailtune.fetch.hub import hub_endpoint, query_hub
-from tailtune.files import sha256_file, sha256_json
+from tailtune.fetch.lease import one_writer
+from tailtune.files import GARBAGE, discard, read_json, sha256_file, sha256_json, write_json
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest
 from tailtune.parquet.split import read_split
@@ -24,13 +26,19 @@ from tailtune.run import DATA_FILE
 from tailtune.shared_cache import use_entry
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT_RECORD = "base_model.json"
+"""File of a run next to its `base_model`: which commit a revision was when the run first asked."""
 
 
-def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None = None) -> Path:
+def provide_base_model(
+    recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None = None, store: Path | None = None
+) -> Path:
     """Return the base model's directory: `directory` when it is fetched or built, else the one that the recipe names.
 
     A small model learns its tokenizer and first words from the training rows of `data_dir`'s Parquet file. Runs with
-    the same `cache_dir` build it only once. Raises UserError.
+    the same `cache_dir` build it only once, and runs with the same `store` fetch a hub model only once. Raises
+    UserError.
     """
     name = recipe.model.base_model
     if name == "small":
@@ -43,7 +51,9 @@ def provide_base_model(recipe: Recipe, data_dir: Path, directory: Path, cache_di
     if not HUB_NAME.fullmatch(name):
         problem = f"base_model '{name}' is neither a directory nor a hub name"
         raise UserError(problem, "give OWNER/NAME, a path, or small")
-    return fetch_model(name, directory, revision=recipe.model.revision)
+    if store is None:
+        return fetch_model(name, directory, revision=recipe.model.revision)
+    return provide_shared_model(name, directory, store, revision=recipe.model.revision)
 
 
 def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None) -> Path:
@@ -54,6 +64,8 @@ def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_
     small = recipe.model.small
     if small is None:
         raise UserError("model.base_model is 'small' but the recipe has no model.small", "describe it there")
+    if directory.is_symlink():
+        directory.unlink()  # the recipe named a hub model before
     key = {
         "version": RESULTS_VERSION,
         "small": small.model_dump(),
@@ -129,6 +141,61 @@ MODEL_FILE = re.compile(
 )
 
 
+def provide_shared_model(name: str, directory: Path, store: Path, *, revision: str) -> Path:
+    """Return `directory`, a run's `base_model`, as a link to the hub model's directory OWNER--NAME@COMMIT in `store`.
+
+    It is a link, so that whatever reads `base_model` need not know of the store, and a relative one, so that it holds
+    wherever the volume is mounted. Of several runs that need the same model at once, one fetches it and the others
+    wait. The commit of the first attempt is kept. A complete copy in `directory` is left as it is, and where links
+    cannot be made, the run gets a copy of its own. Raises UserError.
+    """
+    key = {"model": name, "revision": revision}
+    if not directory.is_symlink() and read_manifest(directory, key):
+        return fetch_model(name, directory, revision=revision)  # which says that it is here
+    record = read_json(directory.with_name(COMMIT_RECORD)) or {}
+    if record.get("key") != key:
+        record = {"key": key, "commit": find_commit(name, revision)}
+    commit = str(record["commit"])
+    entry = store / f"{name.replace('/', '--')}@{commit}"
+    try:  # first, because what a run links to is not removed
+        write_json(directory.with_name(COMMIT_RECORD), record)
+        _link(directory, entry)
+    except OSError as error:
+        log.warning("fetch: no link can be made at %s (%s), so the run gets a copy of its own", directory, error)
+        return fetch_model(name, directory, revision=revision)
+    content = {"model": name, "revision": commit}
+    with one_writer(entry.with_name(f"{entry.name}.lease"), lambda: bool(read_manifest(entry, content)), name):
+        try:
+            fetch_model(name, entry, revision=commit)
+        except Exception:
+            if not read_manifest(entry, content):  # else another run took the lease over meanwhile, and was faster
+                raise
+    return directory
+
+
+def _link(link: Path, target: Path) -> None:
+    """Make `link` a relative link to `target`, in place of whatever is there. Raises OSError."""
+    wanted = os.path.relpath(target.resolve(), link.parent.resolve())
+    if link.is_symlink() and os.readlink(link) == wanted:
+        return
+    if link.is_dir() and not link.is_symlink():
+        discard(link)  # another model: the run has not trained yet
+    link.parent.mkdir(parents=True, exist_ok=True)
+    temporary = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}{GARBAGE}")
+    temporary.symlink_to(wanted)
+    temporary.replace(link)
+
+
+def find_commit(name: str, revision: str) -> str:
+    """Return the commit that a revision of a hub model is now. Raises UserError."""
+    if COMMIT.fullmatch(revision):
+        return revision
+    with transfer.errors_named(f"model {name}", endpoint := hub_endpoint()):
+        commit = str(query_hub(hub.HfApi(endpoint=endpoint).model_info, name, revision=revision).sha)
+    log.info("fetch: model %s: %s is commit %s", name, revision, commit)
+    return commit
+
+
 def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
     """Fetch a hub model (configuration, tokenizer, chat template, safetensors) into `directory`.
 
@@ -150,7 +217,7 @@ def fetch_model(name: str, directory: Path, *, revision: str = "main") -> Path:
         log.info("fetch: %s: %s is commit %s, %s bytes", shown, revision, info.sha, f"{facts['bytes']:,}")
         transfer.keep_if_same(partial_dir, {"key": key, "revision": info.sha})
         transfer.check_space(partial_dir, facts["bytes"])
-        with transfer.log_growth(partial_dir, facts["bytes"]):
+        with transfer.growth(partial_dir, facts["bytes"], shown), hub.utils.disable_progress_bars():
             transfer.call_with_retries(partial(_download_snapshot, api, name, str(info.sha), partial_dir, files))
         shutil.rmtree(partial_dir / ".cache", ignore_errors=True)
         hashes |= _check_hashes(partial_dir, files, shown)
@@ -173,9 +240,7 @@ def _download_snapshot(api: hub.HfApi, name: str, commit: str, partial_dir: Path
     """Make one attempt at all files. Raises what the hub answered, and GaveUp when files are missing."""
     names = [file.rfilename for file in files]
     try:
-        api.snapshot_download(
-            name, revision=commit, local_dir=partial_dir, allow_patterns=names, tqdm_class=transfer.ProgressBar
-        )
+        api.snapshot_download(name, revision=commit, local_dir=partial_dir, allow_patterns=names)
     except hub_errors.LocalEntryNotFoundError as error:
         raise error.__cause__ or error from None  # what the hub answered, hidden behind "not found locally"
     except RuntimeError as error:  # hf_xet has no exception of its own for a failed transfer

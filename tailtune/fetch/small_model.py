@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tailtune.errors import UserError
-from tailtune.kinds.chat.prompt import freeze_chat_template, row_answer, row_question
+from tailtune.kinds.chat.prompt import freeze_chat_template, row_messages
 from tailtune.log import log
 from tailtune.manifest import publish
+from tailtune.progress import Progress
 from tailtune.recipe.schema import Recipe, SmallModel
 
 SEQUENCE_LENGTH = 128
@@ -43,9 +44,10 @@ def build_small_model(
     facts: dict[str, object] = {"kind": "small", "note": NOTE.format(steps=small.pretrain_steps)}
     with publish(directory, key, facts) as partial_dir:
         rows = train.to_pylist()
-        texts = [f"{row_question(recipe.prompt, row)}\n{row_answer(recipe.prompt, row)}" for row in rows]
+        texts = ["\n".join(message["content"] for message in row_messages(recipe.prompt, row)
+                           if message["role"] != "system") for row in rows]  # fmt: skip
         random.Random(recipe.seed).shuffle(texts)
-        tokenizer = train_tokenizer(small, [recipe.prompt.system, *texts[:MAX_TOKENIZER_ROWS]])
+        tokenizer = train_tokenizer(small, [recipe.prompt.system or "", *texts[:MAX_TOKENIZER_ROWS]])
         model = _new_model(small, tokenizer, recipe.seed)
         _pretrain(model, tokenizer, texts, small)
         model.save_pretrained(partial_dir)
@@ -58,15 +60,14 @@ def train_tokenizer(small: SmallModel, texts: list[str]) -> PreTrainedTokenizerF
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=small.vocab_size,
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=small.vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    with Progress("model: training the tokenizer"):
+        bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|endoftext|>"
     )
@@ -100,7 +101,8 @@ def _new_model(small: SmallModel, tokenizer: PreTrainedTokenizerFast, seed: int)
 def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], small: SmallModel) -> None:
     """Train on the texts, joined by the end-of-text token and cut into sequences, with a cosine schedule."""
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    stream = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, end]]
+    with Progress("model: tokenizing the rows"):
+        stream = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, end]]
     batch_tokens = BATCH_SIZE * SEQUENCE_LENGTH
     while len(stream) < batch_tokens:  # few rows are repeated
         stream += stream
@@ -115,14 +117,15 @@ def _pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str], 
         milestones=[WARMUP_STEPS],
     )
     model.train()
-    for step in range(small.pretrain_steps):
-        start = (step * batch_tokens) % (len(tokens) - batch_tokens + 1)
-        batch = tokens[start : start + batch_tokens].view(BATCH_SIZE, SEQUENCE_LENGTH)
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == small.pretrain_steps - 1:
-            log.info("model: pretraining step %d/%d loss %.3f", step + 1, small.pretrain_steps, loss.item())
+    with Progress("model: pretraining step", small.pretrain_steps, "steps") as progress:
+        for step in range(small.pretrain_steps):
+            start = (step * batch_tokens) % (len(tokens) - batch_tokens + 1)
+            batch = tokens[start : start + batch_tokens].view(BATCH_SIZE, SEQUENCE_LENGTH)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            progress.note = f"loss {loss.item():.3f}"
+            progress.update()

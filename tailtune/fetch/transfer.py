@@ -8,8 +8,6 @@ source still serves the same version (ETag, commit).
 import errno
 import math
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,18 +20,17 @@ import httpx2
 import requests
 import urllib3.exceptions
 from huggingface_hub import errors as hub_errors
-from tqdm import tqdm
 
 from tailtune.errors import UserError
-from tailtune.files import read_json, sha256_file, write_json
+from tailtune.files import free_bytes, read_json, sha256_file, write_json
 from tailtune.log import log
 from tailtune.manifest import partial_directory, publish
+from tailtune.progress import Progress
 from tailtune.retry import TEMPORARY_STATUSES, retry
 
 ATTEMPTS = 5
 RETRY_WAIT_SECONDS = 2.0
 """Maximum wait after the first attempt, doubled after each further one. Waits are random, half of it on average."""
-PROGRESS_SECONDS = 10.0
 
 STATE = ".fetch.json"
 """File in a partial directory that records which version of which source its bytes belong to."""
@@ -60,6 +57,9 @@ class Body:
 @dataclass(frozen=True)
 class Origin:
     name: str
+    """Of the file that is received."""
+    shown: str
+    """The source in messages, without secrets."""
     open: Callable[[int, str | None], AbstractContextManager[Body]]
     """Takes the offset to start at, and the version of the bytes before it."""
     revision: str | None = None
@@ -86,17 +86,19 @@ def complete_or_absent(
     partial_dir = partial_directory(directory)
     known_sha256: dict[str, str] = {}
     try:
-        with publish(directory, key, facts, keep_partial=True, known_sha256=known_sha256):
+        with (
+            errors_named(shown, endpoint),
+            publish(directory, key, facts, keep_partial=True, known_sha256=known_sha256),
+        ):
             yield partial_dir, known_sha256
             (partial_dir / STATE).unlink()
     except Exception as error:
-        if user_error := _client_error(error, shown, endpoint):
-            raise user_error from None
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             shutil.rmtree(partial_dir, ignore_errors=True)
             free = shutil.disk_usage(directory.parent).free
             problem = f"no space in {directory.parent}: {facts.get('bytes', 0):,} bytes are needed"
-            raise UserError(f"{problem}, {free:,} bytes are free", "free some space, or use a larger volume") from None
+            remedy = "remove old runs with tailtune gc --runs, or use a larger volume"
+            raise UserError(f"{problem}, {free:,} bytes are free", remedy) from None
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             problem = f"cannot read or write {error.filename or directory} ({error.strerror})"
             raise UserError(problem, "check the volume's access mode and the permissions") from None
@@ -106,13 +108,28 @@ def complete_or_absent(
             shutil.rmtree(partial_dir, ignore_errors=True)
 
 
-def receive(
-    origin: Origin, partial_dir: Path, key: Mapping[str, Any], facts: dict[str, Any], sha256: str | None, shown: str
-) -> None:
-    """Receive the whole of `origin` into `partial_dir`, check it, and fill in `facts`. Raises UserError."""
-    part = partial_dir / f"{origin.name}.part"
-    call_with_retries(partial(_receive_rest, origin, part, key, facts))
-    actual = sha256_file(part)
+@contextmanager
+def errors_named(shown: str, endpoint: str) -> Iterator[None]:
+    """Turn errors of the clients within the block into UserErrors that say what to do."""
+    try:
+        yield
+    except Exception as error:
+        if user_error := _client_error(error, shown, endpoint):
+            raise user_error from None
+        raise
+
+
+def receive(origin: Origin, partial_dir: Path, facts: dict[str, Any], sha256: str | None) -> None:
+    """Receive the whole of `origin` into `partial_dir`, check it, and fill in its `facts`. Raises UserError.
+
+    What an earlier attempt has received is kept if it belongs to the same origins, which `keep_if_same` has checked,
+    and to the version that the source still serves.
+    """
+    final, part = partial_dir / origin.name, partial_dir / f"{origin.name}.part"
+    if final.exists():
+        final.rename(part)
+    call_with_retries(partial(_receive_rest, origin, part, facts))
+    actual, shown = sha256_file(part), origin.shown
     error = None
     if _num_bytes(part) == 0:
         error = UserError(f"{shown} is empty (0 bytes)", "give a file with data")
@@ -121,35 +138,38 @@ def receive(
     elif origin.sha256 and actual != origin.sha256:
         error = UserError(f"{shown} arrived with sha256 {actual}, the hub says {origin.sha256}", "run the step again")
     if error:
-        empty(partial_dir)
+        part.unlink()
         raise error
     facts |= {"bytes": _num_bytes(part), "sha256": actual, "file": origin.name}
-    part.rename(partial_dir / origin.name)
+    part.rename(final)
 
 
-def _receive_rest(origin: Origin, part: Path, key: Mapping[str, Any], facts: dict[str, Any]) -> None:
+def _receive_rest(origin: Origin, part: Path, facts: dict[str, Any]) -> None:
     """Make one attempt to complete `part`; it resumes what an earlier one received where that is safe."""
-    identity = {"key": key, "revision": origin.revision, "name": origin.name}
-    state = keep_if_same(part.parent, identity)
+    states = read_json(part.parent / STATE) or {}
+    state = states.get("files", {}).get(origin.name, {})
     received, total, version = _num_bytes(part), state.get("bytes"), state.get("version")
-    if received and received == total:
-        facts |= {"bytes": received, "revision": origin.revision or _etag(version)}
+    complete = received > 0 and received == total
+    if complete and origin.revision:
+        facts |= {"bytes": received, "revision": origin.revision}
         return
     resumable = version and total and received < total
     with origin.open(received if resumable else 0, version) as body:
         facts |= {"bytes": body.total_bytes or 0, "revision": origin.revision or _etag(body.version)}
+        if complete and version and version == body.version:
+            return
         if body.offset == 0:
             part.unlink(missing_ok=True)
-            state = {"identity": identity, "version": body.version, "bytes": body.total_bytes}
-            write_json(part.parent / STATE, state)
+            files = states.get("files", {}) | {origin.name: {"version": body.version, "bytes": body.total_bytes}}
+            write_json(part.parent / STATE, {**states, "files": files})
         else:
             log.info("fetch: %s: resuming at byte %s", origin.name, f"{body.offset:,}")
-        check_space(part.parent, body.total_bytes or 0)
-        bar = ProgressBar(total=body.total_bytes, initial=body.offset, desc=origin.name, unit="B", unit_scale=True)
-        with part.open("ab") as file, bar, log_growth(part.parent, body.total_bytes):
+        check_space(part, body.total_bytes or 0)
+        progress = Progress(f"fetch: {origin.name}", body.total_bytes, "bytes", done=body.offset)
+        with part.open("ab") as file, progress:
             for chunk in body.chunks:
                 file.write(chunk)
-                bar.update(len(chunk))
+                progress.update(len(chunk))
     if body.total_bytes is not None and _num_bytes(part) != body.total_bytes:
         raise Interrupted(f"{_num_bytes(part):,} of {body.total_bytes:,} bytes arrived")
 
@@ -159,7 +179,7 @@ def _etag(version: str | None) -> str | None:
     return version.strip('"') if version and version.startswith('"') else None
 
 
-# --- the partial directory, disk space, progress ---------------------------------------------------
+# --- the partial directory, disk space -------------------------------------------------------------
 
 
 def keep_if_same(partial_dir: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,9 +198,9 @@ def empty(partial_dir: Path) -> None:
     partial_dir.mkdir()
 
 
-def check_space(partial_dir: Path, total_bytes: int) -> None:
-    """Raise before the transfer the OSError that a full disk would raise during it."""
-    if total_bytes - _num_bytes(partial_dir) > shutil.disk_usage(partial_dir).free:
+def check_space(path: Path, total_bytes: int) -> None:
+    """Raise before the transfer of a file or directory the OSError that a full disk would raise during it."""
+    if total_bytes - _num_bytes(path) > free_bytes(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -193,30 +213,13 @@ def _num_bytes(path: Path) -> int:
     return total
 
 
-class ProgressBar(tqdm):
-    """A progress bar on terminals only. For other logs, `log_growth` writes lines."""
+def growth(directory: Path, total_bytes: int, shown: str) -> Progress:
+    """Return the progress of a client that fills a directory and is not seen to receive."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **{**keywords, "disable": None})
+    def measure() -> int:
+        return min(_num_bytes(directory), total_bytes)  # the hub's client has small files of its own there
 
-
-@contextmanager
-def log_growth(directory: Path, total_bytes: int | None) -> Iterator[None]:
-    """Log the size of a directory every few seconds, unless stderr is a terminal, which shows a progress bar."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not sys.stderr.isatty() and not done.wait(PROGRESS_SECONDS):
-            total = f"{total_bytes:,}" if total_bytes else "unknown"
-            log.info("fetch: %s of %s bytes", f"{_num_bytes(directory):,}", total)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return Progress(f"fetch: {shown}", total_bytes, "bytes", done=measure(), measure=measure)
 
 
 # --- attempts --------------------------------------------------------------------------------------

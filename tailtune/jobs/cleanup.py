@@ -30,6 +30,22 @@ def cancel(
     return _delete_all(cluster, f"{MANAGED_SELECTOR},{label}", lambda manifest: True, dry_run)
 
 
+def is_in_progress(cluster: KubernetesClient, *, run: str, pipeline_run: str) -> bool | None:
+    """Whether a pipeline run or a training job of the run `run` has not ended; None if this account may not know.
+
+    The job of a run that failed by itself may still be training.
+    """
+    try:
+        active = bool(pipeline_run) and cluster.workflow_is_active(pipeline_run)
+        return active or bool(cancel(cluster, run=run, dry_run=True))
+    except NotAllowedToListError:
+        return None
+    except client.ApiException as error:
+        if error.status not in (403, 404):
+            raise
+        return None
+
+
 def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str], list[str]]:
     """What the last step of a pipeline run does: if someone has ended the run, delete its jobs that have not ended.
 
@@ -49,6 +65,21 @@ def end_of_run(cluster: KubernetesClient, pipeline_run: str) -> tuple[list[str],
         if error.status != 403:
             raise
     return cancel(cluster, pipeline_run=pipeline_run), []
+
+
+def delete_jobs_of_ended_runs(cluster: KubernetesClient) -> list[str]:
+    """Delete the jobs of pipeline runs that somebody has ended, and return their names.
+
+    A run's last step does this, but only once: a run that is retried keeps it as done (kubeflow/pipelines,
+    backend/src/common/util/workflow.go, GenerateRetryExecution, which starts only a workflow's own exit handler again).
+    Raises NotAllowedToListError, and client.ApiException if this account may not read workflows.
+    """
+
+    def is_ended(manifest: dict[str, Any]) -> bool:
+        pipeline_run = str((manifest["metadata"].get("labels") or {}).get(PIPELINE_RUN_LABEL) or "")
+        return pipeline_run != "" and cluster.pipeline_run_is_terminated(pipeline_run)
+
+    return _delete_all(cluster, MANAGED_SELECTOR, is_ended, dry_run=False)
 
 
 def collect_garbage(cluster: KubernetesClient, *, dry_run: bool = False) -> list[str]:

@@ -20,7 +20,7 @@ API_SECONDS = 20.0
 """How long to ask a cluster which version of a TrainJob it has."""
 HEAD = """\
 # The training job of run '{name}', without its pipeline: nobody follows it, counts its restarts or evaluates its model.
-# What must exist before, which it does when a pipeline run of this name has come as far as its train step:
+# It needs these files; they exist once a pipeline run of this name has reached its train step:
 #   {recipe} on claim {models_claim}: the recipe that is trained
 #   {data} on claim {data_claim}
 #   {base_model}: the base model

@@ -39,19 +39,19 @@ CLASSES = (
         "shared memory",
         r"out of shared memory|insufficient shared memory|creating shared memory segment"
         r"|failed to extend /dev/shm|unable to (open|write to|mmap) .*shared memory",
-        "raise resources.memory, which /dev/shm is part of, or lower stages.0.trainer.dataloader_num_workers",
+        "raise the job's resources.memory, which /dev/shm is part of, or lower stages.0.trainer.dataloader_num_workers",
     ),
     FailureClass(
         "out of memory on the host",
         r"OOMKilled|DefaultCPUAllocator",
-        "raise resources.memory, or set stages.0.tail.cache=disk",
+        "raise the job's resources.memory, or set stages.0.tail.cache=disk",
         recurs=True,
     ),
     FailureClass(
         "killed from outside",
-        r"exit status (-9|137)\b|is killed by signal: Killed",
-        "look for a reboot, an eviction or an OOM kill in oc get events and oc describe node, and run again to resume "
-        "from the last checkpoint",
+        r"exit status (-9|-15|137|143)\b|is killed by signal: Killed",
+        "look for a reboot, an eviction, a deleted pod or an OOM kill in oc get events and oc describe node, and run "
+        "again to resume from the last checkpoint",
     ),
     FailureClass(
         "a GPU or its driver",
@@ -95,11 +95,17 @@ CLASSES = (
     ),
 )
 CODE_FAULT = FailureClass("code", "", "the lines above show where")
+UNSEEN_FAULT = FailureClass(
+    "unknown",
+    "",
+    "its pods were gone before their end could be read; look for deleted pods in oc get events and at their last lines "
+    "above, and run again to resume from the last checkpoint",
+)
 
 
-def classify(text: str) -> FailureClass:
-    """The first class whose pattern occurs in the text, else CODE_FAULT."""
-    return next((failure_class for failure_class in CLASSES if re.search(failure_class.pattern, text)), CODE_FAULT)
+def classify(text: str, default: FailureClass = CODE_FAULT) -> FailureClass:
+    """The first class whose pattern occurs in the text, else `default`."""
+    return next((failure_class for failure_class in CLASSES if re.search(failure_class.pattern, text)), default)
 
 
 def would_recur(failures: Iterable[Failure]) -> bool:
@@ -118,7 +124,7 @@ def explain(job: str, failures: list[Failure], ended: str) -> JobFailed:
         if error := failure.user_error:
             return PermanentFailure(error.problem, error.remedy)
     if not failures:
-        failure_class = classify(ended)
+        failure_class = classify(ended, UNSEEN_FAULT)
         return JobFailed(f"job '{job}' failed ({failure_class.name}): {ended}", failure_class.remedy)
     shown = next((failure for failure in failures if _classify(failure)[0].recurs), failures[0])
     failure_class, cause, lines = _classify(shown)

@@ -218,7 +218,7 @@ class Follower:
         """When the events of a starting pod were last read, and the problem they show, keyed by the pod's name."""
         self._may_read_events = True
         self._last_seen: dict[str, dict[str, Any]] = {}
-        """Each pod as last seen, keyed by its uid, because an operator may delete the pods of a failed job."""
+        """The last pod of each node as last seen, because an operator may delete the pods of a failed job."""
         progress_path = job.progress_path if jobs.kind.PROGRESS_ANNOTATION else None
         self._progress = ProgressReporter(progress_path, partial(jobs.write_progress, job.name))
         self._print_lock = threading.Lock()
@@ -262,12 +262,15 @@ class Follower:
             self._report_no_pods(reason)
         if state == "succeeded":
             return True
-        self._last_seen |= {pod["metadata"]["uid"]: pod for pod in job_pods}
+        by_age = sorted(job_pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+        self._last_seen |= {pods.node_name(pod): pod for pod in by_age}
         failures = pods.failures(self._last_seen.values())
         if state == "failed":
             raise explain(job.name, failures, reason)
         num_restarts = max((pods.num_restarts(pod) for pod in job_pods), default=0)  # one fault may end all pods
-        if would_recur(failures) or num_restarts > job.max_restarts:
+        # a container would start torchrun with as many restarts again
+        used_up = num_restarts > job.max_restarts or any(failure.report.get("restarts_used_up") for failure in failures)
+        if used_up or would_recur(failures):
             _delete(job.name, jobs)
             raise explain(job.name, failures, reason)
         self._check_time_limits(job_pods, started_at(manifest))
@@ -295,7 +298,7 @@ class Follower:
             _delete(job.name, self.jobs)
             raise JobFailed(
                 f"job '{job.name}' took longer than {job.deadline_seconds} s and was deleted",
-                "raise resources.deadline_seconds, and run again to resume",
+                "raise the job's resources.deadline_seconds, and run again to resume",
             )
 
     def _pending_reasons(self) -> str:

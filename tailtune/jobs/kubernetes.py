@@ -12,9 +12,7 @@ from urllib3.exceptions import HTTPError
 
 from tailtune.errors import UserError, one_line
 from tailtune.log import log
-from tailtune.owner import take_ownership
 from tailtune.retry import TEMPORARY_STATUSES, retry
-from tailtune.run import Run
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API_SECONDS = 600
@@ -30,8 +28,7 @@ WORKFLOW_ENDED = ("Succeeded", "Failed", "Error")
 LOG_IN = ("the cluster refuses the token", "log in again with oc login")
 STALE_TOKEN = (
     "the cluster refuses the token of this step's service account, and there is no newer one",
-    "start the run again, and if that does not help, see whether the account was recreated: "
-    "oc describe serviceaccount pipeline-runner-dspa",
+    "start the run again, and if that does not help, see whether the account was recreated: oc get serviceaccounts",
 )
 Result = TypeVar("Result")
 
@@ -101,7 +98,8 @@ class KubernetesClient:
             if self._failing_since is None or is_refused > self._token_is_refused:
                 self._failing_since = self._failing_since or time.monotonic()
                 self._token_is_refused = is_refused
-                log.warning("the cluster's API fails (%s), trying again", in_words(error))
+                give_up_seconds = TOKEN_SECONDS if is_refused and self.in_pod else patience_seconds
+                log.warning("the cluster's API fails (%s), trying again for %.0f s", in_words(error), give_up_seconds)
 
         try:
             result = retry(
@@ -187,12 +185,16 @@ class KubernetesClient:
         An account that is not allowed to list workflows cannot know: the run then counts as ended, with a warning.
         """
         try:
-            workflows = self._workflows(run_id)
+            return self.workflow_is_active(run_id)
         except client.ApiException as error:
             if error.status not in (403, 404):
                 raise
             log.warning("whether pipeline run %s has ended is unknown (%s)", run_id, in_words(error))
             return False
+
+    def workflow_is_active(self, run_id: str) -> bool:
+        """Whether a run of the pipeline server has a workflow that has not ended. Raises client.ApiException."""
+        workflows = self._workflows(run_id)
         return any((each.get("status") or {}).get("phase") not in WORKFLOW_ENDED for each in workflows)
 
     def pipeline_run_is_terminated(self, run_id: str, seconds: float | None = None) -> bool:
@@ -224,11 +226,6 @@ class KubernetesClient:
 def pipeline_run_is_active(run_id: str) -> bool:
     """Whether a run of the pipeline server in this namespace has not ended."""
     return KubernetesClient().pipeline_run_is_active(run_id)
-
-
-def claim(run: Run) -> None:
-    """Make this pipeline run the owner of the run's directories. Raises UserError while another active one is."""
-    take_ownership(run, pipeline_run_is_active)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -55,7 +55,7 @@ def termination_message(result: TorchrunResult, limit: int = 4000) -> str:
     lines = list(result.last_lines)
     while True:
         text = json.dumps({"status": result.status, "user_error": user_error, "failure": result.failure,
-                           "lines": lines})  # fmt: skip
+                           "restarts_used_up": result.restarts_used_up, "lines": lines})  # fmt: skip
         if len(text) <= limit or not lines:
             return text
         del lines[0]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kubernetes import client
@@ -54,6 +55,10 @@ class Jobs:
                 from kubeflow.training import TrainingClient
 
                 sdk = TrainingClient(client_configuration=cluster.configuration, namespace=cluster.namespace)
+                # the SDK sets no timeout, and a request that is never answered would hold up the step for ever
+                sdk.custom_api.create_namespaced_custom_object = partial(
+                    sdk.custom_api.create_namespaced_custom_object, _request_timeout=CALL_TIMEOUT_SECONDS
+                )
                 sdk.create_job(job=body, namespace=cluster.namespace)
             else:
                 cluster.custom.create_namespaced_custom_object(*self._path, body, _request_timeout=CALL_TIMEOUT_SECONDS)

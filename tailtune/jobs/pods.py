@@ -20,6 +20,8 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
 }
 """OpenShift gives pods a random user without a home directory: all caches go to scratch space."""
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+"""Label of a TrainJob's pods, whose names are all different; a PyTorchJob gives a pod the name of its predecessor."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SECONDS_AFTER_CHECKPOINT = 30
 
@@ -128,6 +130,11 @@ class Failure:
 def pod_name(pod: Mapping[str, Any]) -> str:
     """The pod's name."""
     return str(pod["metadata"]["name"])
+
+
+def node_name(pod: Mapping[str, Any]) -> str:
+    """A name of the job's node that a pod made in this one's place has as well."""
+    return str((pod["metadata"].get("labels") or {}).get(INDEX_LABEL) or pod_name(pod))
 
 
 def container_statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:

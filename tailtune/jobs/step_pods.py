@@ -1,5 +1,6 @@
 """The pods of a pipeline run's steps: what each one is, what it waits for, and why it failed."""
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,18 @@ def find_step_pods(cluster: KubernetesClient, pipeline_run: str) -> list[StepPod
     matches = [(NODE.fullmatch((pod["metadata"].get("annotations") or {}).get(NODE_NAME) or ""), pod)
                for pod in manifests]  # fmt: skip
     return [StepPod(match[1] or match[3], int(match[2] or 0) + 1, pod) for match, pod in matches if match]
+
+
+def own_attempt(cluster: KubernetesClient, pipeline_run: str) -> int:
+    """Return which attempt of its step this pod is, from 1; 1 outside of a pod of the run.
+
+    A retry of the run begins at 1 again: the server removes the step's failed nodes, and Argo counts those that exist
+    (kubeflow/pipelines, backend/src/common/util/workflow.go, GenerateRetryExecution; argo-workflows,
+    workflow/controller/operator.go). KFP_POD_NAME is set in every step: backend/src/v2/compiler/argocompiler/common.go.
+    Raises UserError if this account is not allowed to list pods.
+    """
+    own_name = os.environ.get("KFP_POD_NAME")
+    return next((pod.attempt for pod in find_step_pods(cluster, pipeline_run) if pod.name == own_name), 1)
 
 
 def why_failed(

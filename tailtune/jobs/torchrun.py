@@ -18,13 +18,16 @@ from packaging.version import Version
 from tailtune.errors import UserError
 from tailtune.files import read_json
 from tailtune.jobs.job import parse_user_error
-from tailtune.log import LINE_PREFIX, log
+from tailtune.log import BAR_PREFIX, LINE_PREFIX, log
 from tailtune.recipe.load import ENVIRONMENT
 from tailtune.signals import on_stop
 
 NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
 REPORT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
 """First line of torchrun's report of a failure."""
+
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+"""What torchrun prints when a rank has used up its restarts: torch/distributed/elastic/multiprocessing/errors."""
 
 STOP_REPORT = re.compile(r"Received \d+ death signal|^Traceback \(most recent call last\)")
 """First line of what torchrun prints about a signal."""
@@ -41,6 +44,8 @@ class TorchrunResult:
     """Whether a signal requested the stop."""
     failure: str
     """The rank that failed first, its exit status, and its exception; empty if none failed."""
+    restarts_used_up: bool
+    """Whether a rank has failed more than `max_restarts` times. Otherwise torchrun itself has failed or was stopped."""
     last_lines: tuple[str, ...]
     """The ranks' last lines, without torchrun's own report."""
 
@@ -72,6 +77,7 @@ def run_torchrun(
                 *options,
                 f"--nproc-per-node={ranks_per_node}",
                 f"--max-restarts={max_restarts}",
+                f"--log-dir={folder}",  # otherwise it leaves a directory behind
                 "--monitor-interval=0.5",
                 "-m", module,
                 *args,
@@ -83,6 +89,7 @@ def run_torchrun(
                 "TORCHELASTIC_ERROR_FILE": str(exception_path),
                 # otherwise restarted ranks read stale keys: pytorch issue 135712
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                "PYTHONSAFEPATH": "1",  # a random.py in the working directory is nobody's module
                 **environment,
                 "TAILTUNE_ERROR_FILE": str(user_error_path),
             },
@@ -105,13 +112,16 @@ def run_torchrun(
                 in_own_report = is_stopping and (in_own_report or bool(STOP_REPORT.search(line)))
                 if not in_own_report or line.startswith(("[rank ", LINE_PREFIX)):
                     show(line)
-                last_lines.append(line.rstrip())
+                if BAR_PREFIX not in line:
+                    last_lines.append(line.rstrip())
                 if user_error is None and (user_error := parse_user_error(read_json(user_error_path))):
                     process.terminate()  # before torchrun restarts the ranks
             status = process.wait()
         user_error = user_error or parse_user_error(read_json(user_error_path))
-        failure = first_failure("\n".join(last_lines), exception_path, status) if status else ""
-    return TorchrunResult(status, user_error, bool(received), failure, own_lines(last_lines))
+        output = "\n".join(last_lines)
+        failure = first_failure(output, exception_path, status) if status else ""
+        restarts_used_up = bool(status and ROOT_CAUSE.search(output))
+    return TorchrunResult(status, user_error, bool(received), failure, restarts_used_up, own_lines(last_lines))
 
 
 def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
@@ -124,7 +134,7 @@ def first_failure(output: str, exception_path: Path, status: int) -> str:
 
     `output` ends with torchrun's own report; `exception_path` is the file in which torchrun records an exception.
     """
-    root_cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)
+    root_cause = ROOT_CAUSE.search(output)
     if root_cause is None:
         return f"torchrun ended with status {status}"
     code = int(root_cause.group(2))

@@ -1,7 +1,5 @@
 """The train step: turn a recipe's stage into a job and run it, unless its model is already complete."""
 
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tailtune.errors import UserError
@@ -22,24 +20,16 @@ from tailtune.manifest import read_manifest
 from tailtune.run import MOUNTS, Run
 from tailtune.training_key import refuse_other_checkpoints, training_key
 
-STEP_RETRY_SECONDS = 600
-"""A failed step is retried by the pipeline server after one minute, and then after two (pipeline.py)."""
-
 
 def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
     """Train the recipe's stage and return `best_model/`. If that is already complete, it is left untouched.
 
     `data_dir` holds `data.parquet` with its manifest, and `model_dir` the base model. Raises JobFailed if the job
-    fails, and UserError if the run's checkpoints were made with other settings or another run of the same name is in
-    progress.
+    fails, and UserError if the run's checkpoints were made with other settings.
     """
     recipe = run.recipe
     if read_manifest(data_dir) is None:
         raise UserError(f"{data_dir} contains no complete Parquet file", "run the parquet step first")
-    if run.pipeline_run:  # an older run may have been retried meanwhile, from this step on
-        from tailtune.jobs.kubernetes import claim
-
-        claim(run)
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
@@ -62,35 +52,32 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
 
 
 def _run_on_cluster(run: Run, job: Job) -> None:
-    """Run the job, unless an attempt shortly before, in the same pipeline run, has failed for good.
+    """Run the job, unless an earlier attempt of the step has failed for good.
 
-    The pipeline server retries a failed step within minutes, whatever the reason, so the reason is kept on the
-    workspace volume. A person who retries the run later gets another attempt.
+    The pipeline server retries a failed step, whatever the reason, so the reason is kept on the workspace volume. The
+    first attempt removes it: either the run is new, or a person has retried it.
     """
-    from tailtune.jobs import follow, kubernetes
+    from tailtune.jobs import follow, kubernetes, step_pods
 
+    cluster = kubernetes.KubernetesClient()
     earlier = read_json(run.permanent_failure_path)
-    if (
-        earlier
-        and earlier["pipeline_run"] == run.pipeline_run != ""
-        and time.time() - earlier["at"] < STEP_RETRY_SECONDS
-        and (error := parse_user_error(earlier))
-    ):
-        again = datetime.fromtimestamp(earlier["at"] + STEP_RETRY_SECONDS, UTC)
-        raise PermanentFailure(error.problem, f"{error.remedy}; not tried again before {again:%H:%M} UTC")
+    if earlier and earlier["pipeline_run"] == run.pipeline_run != "" and (error := parse_user_error(earlier)):
+        if step_pods.own_attempt(cluster, run.pipeline_run) > 1:
+            again = f"the same settings are tried again only by python pipeline.py --retry {run.pipeline_run}"
+            raise PermanentFailure(error.problem, "; ".join(filter(None, (error.remedy, again))))
+        run.permanent_failure_path.unlink()
     try:
-        follow.run_job(job, kubernetes.KubernetesClient())
+        follow.run_job(job, cluster)
     except PermanentFailure as error:
-        failure = {"pipeline_run": run.pipeline_run, "at": time.time(), "problem": error.problem,
-                   "remedy": error.remedy}  # fmt: skip
+        failure = {"pipeline_run": run.pipeline_run, "problem": error.problem, "remedy": error.remedy}
         write_json(run.permanent_failure_path, failure)
         raise
 
 
 def make_job(run: Run, data_dir: Path, model_dir: Path, recipe_path: Path) -> Job:
     """The job that trains the recipe's stage."""
-    recipe, resources, claims = run.recipe, run.recipe.resources, run.recipe.cluster
-    stage = recipe.stages[0]
+    recipe, stage, claims = run.recipe, run.recipe.stages[0], run.recipe.cluster
+    resources = recipe.resources_of(stage)
     labels = {
         "app.kubernetes.io/name": "tailtune",
         "app.kubernetes.io/component": "training",

@@ -8,32 +8,38 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.parquet import lines as source_lines
-from tailtune.parquet.lines import BadRow, Record, check_length, numbered_lines, open_source
+from tailtune.parquet.conversation import read_conversation
+from tailtune.parquet.lines import BadRow, Columns, Record, check_length, numbered_lines, open_source
+from tailtune.progress import Progress
 
 MAX_ARRAY_BYTES = 256 << 20
 """Largest JSON array that is read, in bytes after decompression. The whole array is held in memory."""
+MAX_DIGITS = 300
+"""Longer whole numbers in lists and objects become floating-point numbers."""
 _WHITESPACE = b" \t\r\n"
 
 
-def read_json_lines(lines: Iterable[tuple[int, bytes]], names: list[str]) -> Iterator[Record]:
+def read_json_lines(lines: Iterable[tuple[int, bytes]], columns: Columns | None) -> Iterator[Record]:
     """Parse one JSON object per line. `lines` yields (line number, text) pairs. Blank lines are skipped.
 
-    A row is good when it is a JSON object in which each column of `names` appears once and holds a
-    string or a number. Numbers are kept as they are written: 1.50 stays "1.50".
+    A row is good when it is a JSON object in which each of the columns appears once and holds a string or a number, or
+    a conversation or a list or object where `columns` says so. Numbers in place of text are kept as they are written:
+    1.50 stays "1.50". Without `columns`, the only value of a record is the whole row, a dictionary.
     """
+    getters = None if columns is None else [(name, _getter(name, columns)) for name in columns.names]
     for number, line in lines:
         text = line.strip(_WHITESPACE)
         if text:
-            yield Record(number, text, _parse_row(text, names))
+            yield Record(number, text, _parse_row(text, getters))
 
 
-def read_json(source: Path, compression: str | None, names: list[str]) -> Iterator[Record]:
+def read_json(source: Path, compression: str | None, columns: Columns | None) -> Iterator[Record]:
     """Parse a JSON array of objects, or JSON Lines, which many files named `.json` contain.
 
     The line of a record is the line on which the object begins. Raises UserError when the array has
@@ -42,7 +48,7 @@ def read_json(source: Path, compression: str | None, names: list[str]) -> Iterat
     is_array = _is_array(source, compression)
     with open_source(source, compression) as file:
         if not is_array:
-            yield from read_json_lines(numbered_lines(file), names)
+            yield from read_json_lines(numbered_lines(file), columns)
             return
         data = file.read(MAX_ARRAY_BYTES + 1)
     if len(data) > MAX_ARRAY_BYTES:
@@ -50,7 +56,11 @@ def read_json(source: Path, compression: str | None, names: list[str]) -> Iterat
             f"{source} is a JSON array of more than {MAX_ARRAY_BYTES >> 20} MiB",
             "convert it to JSON Lines with jq -c '.[]' and set data.source to the result",
         )
-    yield from read_json_lines(_split_array(data), names)
+    num_read = 0
+    with Progress(f"parquet: {source.name}", len(data), "bytes", measure=lambda: num_read):
+        for record in read_json_lines(_split_array(data), columns):
+            yield record
+            num_read += len(record.text)
 
 
 # -- One row ---------------------------------------------------------------------------------------
@@ -87,14 +97,27 @@ _TYPE_NAMES = {
 }
 
 
-def _parse_row(text: bytes, names: list[str]) -> list[str] | BadRow:
-    """Return the values of the columns `names`, or why the row is bad."""
+_Getter = Callable[[dict[str, Any], str], Any]
+
+
+def _parse_row(text: bytes, getters: list[tuple[str, _Getter]] | None) -> list[Any] | BadRow:
+    """Return the values of the columns that have getters, or of the whole row, or why the row is bad."""
     try:
         check_length(text)
         row = _decode(text)
-        return [_get_text(row, name) for name in names]
+        return [_plain(row, "the row")] if getters is None else [get(row, name) for name, get in getters]
     except BadRow as error:
         return error
+    except RecursionError:
+        return BadRow("JSON nested too deeply")
+
+
+def _getter(name: str, columns: Columns) -> _Getter:
+    if name == columns.messages:
+        return _get_conversation
+    if name in columns.types:
+        return _get_optional_nested if name in columns.optional else _get_nested
+    return _get_optional if name in columns.optional else _get_text
 
 
 def _decode(text: bytes) -> dict[str, Any]:
@@ -123,11 +146,65 @@ def _get_text(row: dict[str, Any], name: str) -> str:
         raise BadRow(f"column '{name}' appears more than once", row)
     if not isinstance(value, str):
         raise BadRow(f"column '{name}' is {_TYPE_NAMES[type(value)]}, not text", row)
+    if not _is_unicode(value):
+        raise BadRow(f"column '{name}' contains a lone surrogate, which is not valid Unicode", row)
+    return str(value)
+
+
+def _get_optional(row: dict[str, Any], name: str) -> str:
+    """Return the value of one column as text, empty where it is missing. Raises BadRow."""
+    return "" if row.get(name) is None else _get_text(row, name)
+
+
+def _get_optional_nested(row: dict[str, Any], name: str) -> Any:
+    """Return the list or object in one column, None where it is missing. Raises BadRow."""
+    return None if row.get(name) is None else _get_nested(row, name)
+
+
+def _get_nested(row: dict[str, Any], name: str) -> Any:
+    """Return the list or object in one column, with numbers as numbers. Raises BadRow."""
+    value = row.get(name)
+    if not isinstance(value, list | dict):
+        _get_text(row, name)  # raises for what is neither text nor a list
+        raise BadRow(f"column '{name}' is text, not a list or an object as in earlier rows", row)
+    return _plain(value, f"column '{name}'")
+
+
+def _get_conversation(row: dict[str, Any], name: str) -> list[dict[str, str]]:
+    """Return the messages in one column. Raises BadRow."""
+    value = row.get(name)
+    if not isinstance(value, list | dict):
+        _get_text(row, name)  # raises for what is missing or repeated
+    try:
+        return read_conversation(_plain(value, f"column '{name}'"))
+    except BadRow as error:
+        raise BadRow(error.reason if error.reason.startswith("column") else f"column '{name}': {error.reason}",
+                     row) from None  # fmt: skip
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a decoded value with its numbers as numbers. Raises BadRow for what is not valid JSON."""
+    if isinstance(value, dict):
+        return {_plain(key, where): _plain(each, where) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each, where) for each in value]
+    if isinstance(value, _Number):
+        return float(value) if set(value) & set(".eE") or len(value) > MAX_DIGITS else int(value)
+    if value is _REPEATED:
+        raise BadRow(f"{where} contains a key more than once")
+    if isinstance(value, float):
+        raise BadRow(f"{where} contains NaN or Infinity")
+    if isinstance(value, str) and not _is_unicode(value):
+        raise BadRow(f"{where} contains a lone surrogate, which is not valid Unicode")
+    return value
+
+
+def _is_unicode(value: str) -> bool:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"column '{name}' contains a lone surrogate, which is not valid Unicode", row) from None
-    return str(value)
+        return False
+    return True
 
 
 # -- JSON arrays -----------------------------------------------------------------------------------

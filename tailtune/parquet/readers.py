@@ -1,32 +1,34 @@
-"""Read the source file of a recipe as rows of text, in batches, with a reason for every bad row.
+"""Read a source file of a recipe as rows, in batches, with a reason for every bad row.
 
 Formats: JSON (an array of objects), JSON Lines, CSV, plain text, and Parquet, each also compressed
 as `.gz` or `.zst`. A row is good when every requested column is text or a number, is not blank, and
-is valid Unicode. No row is dropped silently: it is either in `Batch.columns` or in `Batch.rejects`.
-Blank lines are not rows. The memory needed does not grow with the file, except for a JSON array.
+is valid Unicode; in JSON and Parquet, columns may also hold conversations, lists and objects. No row
+is dropped silently: it is either in `Batch.columns` or in `Batch.rejects`. Blank lines are not rows.
+The memory needed does not grow with the file, except for a JSON array.
 """
 
 import csv
-import math
-import shutil
+import sys
+import zlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from tailtune.errors import UserError, did_you_mean
+from tailtune.errors import UserError
+from tailtune.imports import require_train
 from tailtune.parquet import lines as source_lines
 from tailtune.parquet.json_reader import read_json, read_json_lines
 from tailtune.parquet.lines import (
     BadRow,
     Batch,
+    Columns,
     Record,
     check_length,
     collect_batches,
     decode_line,
+    find_columns,
     numbered_lines,
     open_source,
 )
@@ -34,7 +36,6 @@ from tailtune.parquet.lines import (
 FORMATS = ("json", "jsonl", "csv", "txt", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 SUFFIXES = {f".{name}": name for name in FORMATS} | {".ndjson": "jsonl"}
-MAX_COLUMNS_SHOWN = 30
 
 
 def detect_format(source: Path, declared: str) -> tuple[str, str | None]:
@@ -57,55 +58,112 @@ def detect_format(source: Path, declared: str) -> tuple[str, str | None]:
     return file_format, compression
 
 
-def read_rows(source: Path, declared: str, names: list[str], scratch: Path) -> Generator[Batch, None, None]:
-    """Yield batches of the columns `names` as text, in the order of the source.
+def read_rows(source: Path, declared: str, columns: Columns, scratch: Path) -> Generator[Batch, None, None]:
+    """Yield batches of the columns, in the order of the source.
 
     `declared` is the recipe's `data.format`; `scratch` is a directory for a decompressed Parquet
     file. Raises UserError when the file cannot be read in its format, or its header lacks a column.
     """
     file_format, compression = detect_format(source, declared)
+    if columns.messages and file_format in ("csv", "txt"):
+        problem = f"{source.name} is {file_format.upper()}, so its column '{columns.messages}' holds no conversations"
+        raise UserError(problem, "give them as JSON, JSON Lines or Parquet")
+    with (
+        _explained(source, file_format, compression),
+        closing(_read_records(source, file_format, compression, columns, scratch)) as records,
+    ):
+        yield from collect_batches(records, columns)
+
+
+def read_values(source: Path, declared: str, scratch: Path) -> Iterator[dict[str, Any] | BadRow]:
+    """Yield every row with all of its columns, for `--inspect`: text, and what lists and objects hold.
+
+    Raises UserError as `read_rows` does. Only Parquet needs pyarrow.
+    """
+    file_format, compression = detect_format(source, declared)
+    with _explained(source, file_format, compression):
+        if file_format == "parquet":
+            require_train("reading Parquet")
+            from tailtune.parquet.parquet_reader import read_parquet_values
+
+            yield from read_parquet_values(source, compression, scratch)
+            return
+        names = ["text"]
+        if file_format == "csv":
+            with open_source(source, compression) as file:
+                headers = (record.values for record in _read_csv(numbered_lines(file), None))
+                header = next((values for values in headers if isinstance(values, list)), [])
+                names = [name for name in header if name.strip()]  # spreadsheets leave commas at the end of the lines
+        columns = None if file_format in ("json", "jsonl") else Columns(names)
+        with closing(_read_records(source, file_format, compression, columns, scratch)) as records:
+            for record in records:
+                if isinstance(record.values, BadRow):
+                    yield record.values
+                else:
+                    yield record.values[0] if columns is None else dict(zip(names, record.values, strict=True))
+
+
+def nested_columns(source: Path, declared: str, names: Sequence[str], scratch: Path) -> dict[str, Any]:
+    """Return the Arrow types of those columns that hold lists or objects, in JSON by their first value.
+
+    The type null is of those that hold no value at all. Raises UserError for objects without a key.
+    """
+    file_format, compression = detect_format(source, declared)
+    if file_format in ("csv", "txt"):
+        return {}
+    from tailtune.parquet import parquet_reader
+
+    with _explained(source, file_format, compression):
+        if file_format == "parquet":
+            return parquet_reader.nested_types(source, compression, names, scratch)
+        undecided, nested = set(names), set[str]()
+        for row in read_values(source, declared, scratch):
+            found = {name for name in undecided if isinstance(row, dict) and row.get(name) is not None}
+            nested |= {name for name in found if isinstance(row, dict) and isinstance(row[name], list | dict)}
+            undecided -= found
+            if not undecided:
+                break
+        types = dict.fromkeys(undecided, parquet_reader.NO_VALUE)
+        if not nested:
+            return types
+        rows = (row for row in read_values(source, declared, scratch) if isinstance(row, dict))
+        return types | parquet_reader.infer_types(rows, nested)
+
+
+@contextmanager
+def _explained(source: Path, file_format: str, compression: str | None) -> Iterator[None]:
+    """Turn errors of the file's content into UserErrors."""
     if not source.is_file():
         raise UserError(f"data file {source} does not exist", "check data.source")
     try:
-        with closing(_read_records(source, file_format, compression, names, scratch)) as records:
-            yield from collect_batches(records, names)
-    except (OSError, pa.ArrowException) as error:
+        yield
+    except Exception as error:
+        arrow = sys.modules.get("pyarrow")
+        if not isinstance(error, (OSError, EOFError, zlib.error, *([arrow.ArrowException] if arrow else []))):
+            raise
         description = f"{file_format}, {compression}" if compression else file_format
         raise UserError(f"{source} cannot be read as {description}: {error}", "fetch or export it again") from error
 
 
 def _read_records(
-    source: Path, file_format: str, compression: str | None, names: list[str], scratch: Path
+    source: Path, file_format: str, compression: str | None, columns: Columns | None, scratch: Path
 ) -> Generator[Record, None, None]:
-    if file_format == "parquet":
-        yield from _read_parquet(source, compression, names, scratch)
-    elif file_format == "json":
-        yield from read_json(source, compression, names)
-    else:
-        read = {"jsonl": read_json_lines, "csv": _read_csv, "txt": _read_txt}[file_format]
+    """Yield the records of a file. Only JSON can be read without `columns`."""
+    if file_format == "json":
+        yield from read_json(source, compression, columns)
+        return
+    if file_format == "jsonl":
         with open_source(source, compression) as file:
-            yield from read(numbered_lines(file), names)
+            yield from read_json_lines(numbered_lines(file), columns)
+        return
+    assert columns is not None
+    if file_format == "parquet":
+        from tailtune.parquet.parquet_reader import read_parquet
 
-
-def missing_column(name: str, columns: Iterable[str]) -> UserError:
-    """Return the error about a column that is not among the `columns` of the data."""
-    columns = list(columns)
-    shown = ", ".join(columns[:MAX_COLUMNS_SHOWN]) or "none"
-    more = f" and {len(columns) - MAX_COLUMNS_SHOWN} more" if len(columns) > MAX_COLUMNS_SHOWN else ""
-    return UserError(
-        f"column '{name}' is not in the data{did_you_mean(name, columns)}; found: {shown}{more}",
-        "map your columns in data.columns, as the README shows",
-    )
-
-
-def _find_columns(header: list[str], names: list[str]) -> list[int]:
-    """Return the index of each requested column. Raises UserError when one is missing or appears twice."""
-    for name in names:
-        if name not in header:
-            raise missing_column(name, header)
-        if header.count(name) > 1:
-            raise UserError(f"column '{name}' appears {header.count(name)} times in the header", "rename all but one")
-    return [header.index(name) for name in names]
+        yield from read_parquet(source, compression, columns, scratch)
+        return
+    with open_source(source, compression) as file:
+        yield from {"csv": _read_csv, "txt": _read_txt}[file_format](numbered_lines(file), columns)
 
 
 # -- CSV -------------------------------------------------------------------------------------------
@@ -168,16 +226,17 @@ class _CsvLines:
         return rejected
 
 
-def _read_csv(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[Record]:
+def _read_csv(lines: Iterator[tuple[int, bytes]], columns: Columns | None) -> Iterator[Record]:
     """Parse CSV with a header. Values are not converted: `007` stays "007".
 
-    A quote that is never closed loses only its own line, not the rest of the file.
+    A quote that is never closed loses only its own line, not the rest of the file. Without `columns`, the only record
+    is the header.
     """
     csv.field_size_limit(max(csv.field_size_limit(), 2 * source_lines.MAX_LINE_BYTES))
     source = _CsvLines(lines)
     reader = csv.reader(source, strict=True)
     header: list[str] | None = None
-    indices: list[int] = []
+    indices: list[int | None] = []
     while True:
         try:
             row = next(reader)
@@ -195,13 +254,16 @@ def _read_csv(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[
             continue
         if header is None:
             header = row
-            indices = _find_columns(header, names)
+            if columns is None:
+                yield Record(number, text, row)
+                return
+            indices = find_columns(header, columns)
         elif len(row) != len(header):
             yield Record(number, text, BadRow(f"{len(row)} values, but the header has {len(header)} columns"))
         elif not _is_unicode(text):
             yield Record(number, text, BadRow("invalid UTF-8"))
         else:
-            yield Record(number, text, [row[index] for index in indices])
+            yield Record(number, text, [None if index is None else row[index] for index in indices])
         yield from source.take_rejected()
     yield from source.take_rejected()
 
@@ -218,9 +280,9 @@ def _is_unicode(text: str) -> bool:
 # -- Plain text ------------------------------------------------------------------------------------
 
 
-def _read_txt(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[Record]:
+def _read_txt(lines: Iterator[tuple[int, bytes]], columns: Columns) -> Iterator[Record]:
     """Yield one row per line that is not blank, with the column `text`."""
-    _find_columns(["text"], names)
+    indices = find_columns(["text"], columns)
     for number, line in lines:
         try:
             text = decode_line(line)
@@ -228,65 +290,4 @@ def _read_txt(lines: Iterator[tuple[int, bytes]], names: list[str]) -> Iterator[
             yield Record(number, line, error)
         else:
             if text.strip():
-                yield Record(number, line, [text.removesuffix("\r")] * len(names))
-
-
-# -- Parquet ---------------------------------------------------------------------------------------
-
-
-def _read_parquet(source: Path, compression: str | None, names: list[str], scratch: Path) -> Iterator[Record]:
-    """Read Parquet. A compressed file is decompressed first, because Parquet is read from its end."""
-    if compression:
-        decompressed = scratch / "source.parquet"
-        try:
-            with pa.input_stream(source, compression=compression) as stream, decompressed.open("wb") as out:
-                shutil.copyfileobj(stream, out, source_lines.BATCH_BYTES)
-            yield from _read_parquet(decompressed, None, names, scratch)
-        finally:
-            decompressed.unlink(missing_ok=True)
-        return
-    with pq.ParquetFile(source, pre_buffer=False) as file:
-        schema = file.schema_arrow
-        _find_columns(schema.names, names)
-        for name in names:
-            if not _is_textual(schema.field(name).type):
-                raise UserError(
-                    f"column '{name}' is {schema.field(name).type}, not text or numbers",
-                    "map another column in data.columns",
-                )
-        number = 0
-        for batch in file.iter_batches(batch_size=2048, columns=names, use_threads=False):
-            columns = [_to_binary(batch[name]).to_pylist() for name in names]
-            for row in zip(*columns, strict=True):
-                number += 1
-                yield Record(number, dict(zip(names, row, strict=True)), _decode_values(row))
-
-
-def _is_textual(data_type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(data_type):
-        data_type = data_type.value_type
-    texts = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary")
-    numbers = ("is_integer", "is_floating", "is_decimal")
-    return any(getattr(pa.types, test)(data_type) for test in texts + numbers)
-
-
-def _to_binary(column: pa.Array) -> pa.Array:
-    """Convert text to its bytes, and numbers to the text that Python writes for them. NaN becomes null.
-
-    Text becomes bytes because Parquet does not guarantee that it is valid UTF-8.
-    """
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_floating(column.type):
-        values = (None if value is None or math.isnan(value) else str(value) for value in column.to_pylist())
-        column = pa.array(values, pa.string())
-    if pa.types.is_integer(column.type) or pa.types.is_decimal(column.type):
-        column = column.cast(pa.string())
-    return column.cast(pa.binary())
-
-
-def _decode_values(row: tuple[bytes | None, ...]) -> list[str | None] | BadRow:
-    try:
-        return [None if value is None else value.decode() for value in row]
-    except UnicodeDecodeError:
-        return BadRow("invalid UTF-8")
+                yield Record(number, line, [None if index is None else text.removesuffix("\r") for index in indices])

@@ -1,38 +1,54 @@
-"""Split the rows into train and validation, so that equal questions are on the same side.
+"""Split the rows into train and validation: those of the recipe's own source of validation rows, or a share.
+
+A share is split off so that equal questions are on the same side.
 
 The side depends only on a seeded hash of the question. It does not change when rows are added,
 removed or reordered, so validation results stay comparable between revisions of the data.
 """
 
 import hashlib
+import json
+import re
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailtune.errors import UserError
-from tailtune.recipe.schema import Recipe
+from tailtune.parquet.lines import message_type
+from tailtune.recipe.schema import IS_VALIDATION, Recipe
 from tailtune.run import DATA_FILE
 
 
 def read_split(recipe: Recipe, path: Path) -> tuple[pa.Table, pa.Table]:
     """Return (train, validation) of a Parquet file, split as the recipe says. Raises UserError."""
-    return split_rows(pq.read_table(path), recipe.data.split_by, recipe.data.validation_share, recipe.seed)
+    table, data = pq.read_table(path), recipe.data
+    if data.split_by is not None and data.validation_share is not None:
+        return split_rows(table, data.split_by, data.validation_share, recipe.seed)
+    if IS_VALIDATION not in table.column_names:
+        remedy = f"give the {DATA_FILE} of a run of this recipe, or set data.split_by instead"
+        raise UserError(f"data.validation_source is set, but {path} has no validation rows of its own", remedy)
+    mask, rows = table[IS_VALIDATION], table.drop_columns(IS_VALIDATION)
+    return rows.filter(pc.invert(mask)), rows.filter(mask)
 
 
 def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> tuple[pa.Table, pa.Table]:
     """Return (train, validation): two parts of `table`, in its order, split by the values of column `by`.
 
-    Values that differ only in case or white space count as equal. Raises UserError when the column
-    is missing or a side would be empty.
+    Values that differ only in case or white space count as equal; conversations, when their first questions are equal.
+    Raises UserError when the column is missing or a side would be empty.
     """
     if by not in table.column_names:
         raise UserError(
             f"data.split_by is '{by}', but the data has the columns {', '.join(table.column_names)}",
             f"name one of them, or give the {DATA_FILE} of this recipe",
         )
-    is_validation = np.concatenate([np.empty(0, bool)] + [_sides(c, validation_share, seed) for c in table[by].chunks])
+    values = split_values(table[by])
+    is_validation = np.concatenate([np.empty(0, bool)] + [_sides(c, validation_share, seed) for c in values.chunks])
     for side, empty in (("train", is_validation.all()), ("validation", not is_validation.any())):
         if empty:
             raise UserError(
@@ -41,6 +57,32 @@ def split_rows(table: pa.Table, by: str, validation_share: float, seed: int) -> 
                 f"change the share, or use data with more distinct values of '{by}'",
             )
     return table.filter(pa.array(~is_validation)), table.filter(pa.array(is_validation))
+
+
+def split_values(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the texts that decide the side: of a conversation its first question, of other lists their JSON."""
+    if not pa.types.is_nested(column.type):
+        return column
+
+    def text_of(value: Any) -> str:
+        if column.type.equals(message_type()):
+            questions = [message["content"] for message in value or [] if message and message["role"] == "user"]
+            if questions and questions[0]:
+                return str(questions[0])
+        return json.dumps(value, sort_keys=True, default=str)
+
+    return pa.chunked_array([pa.array(map(text_of, chunk.to_pylist()), pa.string()) for chunk in column.chunks],
+                            pa.string())  # fmt: skip
+
+
+def normalise(value: str) -> str:
+    """Return what texts have in common that look alike but for case and white space.
+
+    Composed and decomposed letters count as equal, and so do texts with and without invisible characters, or a space
+    before a punctuation mark.
+    """
+    visible = "".join(each for each in unicodedata.normalize("NFKC", value) if unicodedata.category(each) != "Cf")
+    return re.sub(r" (?=[?!:;,.])", "", " ".join(visible.casefold().split()))
 
 
 def _sides(values: pa.Array, validation_share: float, seed: int) -> np.ndarray:
@@ -52,6 +94,5 @@ def _sides(values: pa.Array, validation_share: float, seed: int) -> np.ndarray:
 
 def _position(value: str, seed: int) -> float:
     """Map a value to [0, 1), in the same way on every machine and in every version of Python."""
-    normalised = " ".join(value.casefold().split())
-    digest = hashlib.blake2b(f"{seed}\0{normalised}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}\0{normalise(value)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

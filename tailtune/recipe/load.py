@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
+from tailtune.files import matching_paths
 from tailtune.log import log
 from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, Recipe
 
@@ -52,6 +53,8 @@ ENVIRONMENT: dict[str, str] = {
     "LEARNING_RATE": "learning_rate",
 }
 """Environment variable of the ranks → run parameter."""
+PATH_KEYS = ("data.source", "data.validation_source", "model.base_model", "data_source", "base_model")
+"""Keys and run parameters whose value may be a path on this machine."""
 FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
 """Mappings whose keys the user chooses."""
 
@@ -99,8 +102,8 @@ def list_recipes() -> list[str]:
 def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
     """Load a built-in recipe by name, or a user's file by path.
 
-    Paths in the file (`data.source`, `model.base_model`, also in `local:`) are relative to the file. Raises UserError
-    that names the field and the remedy.
+    Paths in the file (`PATH_KEYS`, also in `local:`) are relative to the file. Raises UserError that names the field
+    and the remedy.
     """
     text = os.fspath(name_or_path)
     if text in list_recipes():
@@ -150,7 +153,8 @@ def parse_recipe(text: str) -> Recipe:
 def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     """Return the recipe with run parameters and dotted keys replaced.
 
-    Raises UserError for unknown keys, and for a setting whose variable in `resources.environment` has another value.
+    Raises UserError for unknown keys, for a setting whose variable in `resources.environment` has another value, and
+    for such a variable of a single stage. Logs changes of `resources` that a stage's own value keeps from its job.
     """
     if not overrides:
         return _with_settings_of_environment(recipe)
@@ -164,6 +168,12 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
         if setting and text and parse_value(text) != overrides[setting]:
             problem = f"{setting} is {overrides[setting]}, but {name} in resources.environment is {text}"
             raise UserError(problem, f"set only {setting}")
+    for path, key in given.items():
+        section, _, field = path.rpartition(".")
+        for index, stage in enumerate(changed.stages):
+            own = section == "resources" and field in stage.resources.model_fields_set
+            if own and getattr(changed.resources, field) != getattr(recipe.resources, field):
+                log.warning("recipe: %s does not change stages.%d, which has its own resources.%s", key, index, field)
     return _with_settings_of_environment(changed)
 
 
@@ -201,8 +211,16 @@ def parse_value(text: str) -> Any:
         value = parse_yaml(text) if text.strip() else text
     except yaml.YAMLError:
         return text
-    is_text = isinstance(value, dict) and not (text.lstrip().startswith("{") and ":" in text)
+    is_text = isinstance(value, dict) and value and not (text.lstrip().startswith("{") and ":" in text)
     return text if is_text else value
+
+
+def value_at(recipe: Recipe, key: str) -> Any:
+    """Return the value at a parameter name or dotted key."""
+    value: Any = recipe.model_dump(mode="json")
+    for part in PARAMETERS.get(key, key).split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return value
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -213,11 +231,17 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
         is_last = depth == len(path) - 1
         prefix = ".".join(path[:depth])
         if isinstance(parent, list):
-            if not part.isdigit() or int(part) >= len(parent):
+            if not part.isdigit():
+                remedy = f"write '{'.'.join([prefix, '0', *path[depth:]])}'"
+                raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(parent) - 1}", remedy)
+            if int(part) >= len(parent):
                 raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(parent) - 1}")
             index: Any = int(part)
         elif isinstance(parent, dict):
-            has_free_keys = depth >= 1 and path[depth - 1] in FREE_KEYS
+            is_partial = re.fullmatch(r"stages\.\d+\.resources", prefix) is not None  # the schema knows its keys
+            has_free_keys = is_partial or (depth >= 1 and path[depth - 1] in FREE_KEYS)
+            if is_partial and part in FREE_KEYS:
+                parent.setdefault(part, {})
             if part not in parent and part in RENAMED:
                 raise UserError(f"'{key}' is now '{'.'.join([*path[:depth], RENAMED[part]])}'", "use that key")
             if prefix.endswith(".tail") and part in REMOVED_TAIL_KEYS:
@@ -242,7 +266,12 @@ def _with_settings_of_environment(recipe: Recipe) -> Recipe:
     """Return the recipe with `EPOCHS`, `BATCH_SIZE` and `LEARNING_RATE` moved from `resources.environment` to settings.
 
     The training key is made of settings. With variables that only the ranks see, they would train another model.
+    Raises UserError for these variables in the resources of a single stage, which can set the argument itself.
     """
+    for index, stage in enumerate(recipe.stages):
+        for name in ENVIRONMENT.keys() & stage.resources.environment.keys():
+            setting = PARAMETERS[ENVIRONMENT[name]].replace("stages.0.", f"stages.{index}.")
+            raise UserError(f"{name} in stages.{index}.resources.environment is a setting", f"set {setting}")
     environment = recipe.resources.environment
     moved = {name: environment[name] for name in ENVIRONMENT if name in environment}
     if not moved:
@@ -300,17 +329,20 @@ def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Resolve the paths in a recipe file against the file's own folder."""
 
     def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(each) for each in value]
         if not isinstance(value, str) or "://" in value:
             return value
         own = (folder / Path(value).expanduser()).resolve()
         if not own.exists() and value.startswith("samples/") and (BUILT_IN / value).exists():
             return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the built-in samples
-        return str(own) if own.exists() or value.startswith(("./", "../", "~", "samples/")) else value
+        exists = own.exists() or bool(matching_paths(own))
+        return str(own) if exists or value.startswith(("./", "../", "~", "samples/")) else value
 
-    for section, field in (("data", "source"), ("model", "base_model")):
-        if isinstance(raw.get(section), dict) and field in raw[section]:
+    for key in PATH_KEYS:
+        section, dot, field = key.partition(".")
+        if dot and isinstance(raw.get(section), dict) and field in raw[section]:
             raw[section][field] = resolved(raw[section][field])
     if isinstance(raw.get("local"), dict):
-        path_keys = {"data.source", "model.base_model", "data_source", "base_model"}
-        raw["local"] = {k: resolved(v) if k in path_keys else v for k, v in raw["local"].items()}
+        raw["local"] = {k: resolved(v) if k in PATH_KEYS else v for k, v in raw["local"].items()}
     return raw

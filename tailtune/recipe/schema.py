@@ -4,13 +4,25 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from tailtune import images
-from tailtune.config import Config, template_fields
+from tailtune.config import Config, copied_column, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
@@ -18,9 +30,13 @@ from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
 Quantity = Annotated[
     str,
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-    Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$"),
+    Field(pattern=r"^\d+(\.\d+)?(m|k|[KMGT]i|[MGT])?$"),
 ]
 """A quantity as Kubernetes writes it: `6`, `500m`, `20Gi`."""
+UNITS: dict[str, int | Decimal] = {
+    "": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
 VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
 ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
@@ -96,20 +112,73 @@ class Model(Config):
         return self
 
 
+def _check_sources(value: Any) -> Any:
+    """Return one source or a list of them; a text that begins with `[` is a list, as in the dashboard.
+
+    Text after the `]` makes it a glob, as in `[ab]*.jsonl`.
+    """
+    if isinstance(value, str) and re.fullmatch(r"\s*\[([^]]*|.*\]\s*)", value, re.DOTALL):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError('is not a list; write ["first.jsonl", "second.jsonl"]') from None
+    for source in value if isinstance(value, list) and value else [value]:
+        if not isinstance(source, str) or not source:
+            raise ValueError("give one source, or a list of them, each a text that is not empty")
+    return value
+
+
+Sources = Annotated[str | list[str], BeforeValidator(_check_sources)]
+"""One source or several: a file, a directory, a glob, `https://`, `s3://BUCKET/KEY`, `s3://BUCKET/FOLDER/`,
+`hf://datasets/OWNER/NAME[@REVISION][/FILE][?config=NAME&split=NAME]`, or `embedded`."""
+
+
+def source_list(sources: str | list[str] | None) -> list[str]:
+    """Return the sources as a list."""
+    return [sources] if isinstance(sources, str) else sources or []
+
+
+def show_sources(sources: str | list[str]) -> str:
+    """Return the sources for logs and reports, without secrets in addresses."""
+    return ", ".join(map(without_secrets, source_list(sources)))
+
+
+IS_VALIDATION = "is_validation"
+"""Column of the Parquet file that marks the rows of `validation_source`."""
+
+
 class Data(Config):
-    source: Annotated[str, Field(min_length=1)]
-    """`hf://datasets/OWNER/NAME[@revision][/file]`, `https://`, `s3://`, a path, or `embedded`."""
+    source: Sources
+    validation_source: Sources | None = None
+    """The validation rows, where the data set has its own; then nothing is split off from `source`."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Of the file, where `source` is a single one."""
     format: Literal["auto", "json", "jsonl", "csv", "txt", "parquet"] = "auto"
     columns: Annotated[dict[str, str], Field(min_length=1)]
-    """Column of the Parquet file → template over the source's columns, for example `For {topic}, {question}`."""
+    """Column of the Parquet file → template over the source's columns, for example `For {topic}, {question}`. `{tags}`
+    alone copies a column of lists or objects."""
+    optional_columns: list[str] = []
+    """Source columns that may be empty or missing; otherwise, rows without a value are rejected."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Of `source`, and again of `validation_source`."""
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    split_by: str
+    split_by: str | None = None
     """The column that decides between training and validation: rows with equal values are on the same side."""
-    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """0.1, unless there is a `validation_source`."""
     skip_unchanged: bool = False
     """End a run early, with a note, when data and settings equal those of the recipe's last promoted run."""
+
+    @property
+    def all_sources(self) -> list[str]:
+        return [*source_list(self.source), *source_list(self.validation_source)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_share(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and raw.get("validation_source") is None:
+            return {"validation_share": 0.1, **raw}
+        return raw
 
     @model_validator(mode="after")
     def _templates_are_sound(self) -> "Data":
@@ -118,8 +187,27 @@ class Data(Config):
                 raise ValueError(
                     f"columns.{column} names no source column; write for example '{{{template.strip() or 'question'}}}'"
                 )
-        if self.split_by not in self.columns:
-            raise ValueError(f"split_by is '{self.split_by}', which is not a column; use one of {list(self.columns)}")
+        used = {name for template in self.columns.values() for name in template_fields(template)}
+        for name in self.optional_columns:
+            if name not in used:
+                raise ValueError(f"optional_columns names '{name}', which columns does not use; "
+                                 f"it uses {sorted(used)}")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_validation_rows(self) -> "Data":
+        if self.validation_source is None:
+            if self.split_by is None or self.validation_share is None:
+                missing = "split_by" if self.split_by is None else "validation_share"
+                raise ValueError(f"{missing} is missing; add it, or a validation_source")
+            if self.split_by not in self.columns:
+                columns = list(self.columns)
+                raise ValueError(f"split_by is '{self.split_by}', which is not a column; use one of {columns}")
+        elif given := [name for name in ("split_by", "validation_share") if getattr(self, name) is not None]:
+            raise ValueError(f"validation_source and {given[0]} are both given, but validation_source leaves nothing "
+                             f"to split; remove {' and '.join(given)}, or set null")  # fmt: skip
+        elif IS_VALIDATION in self.columns:
+            raise ValueError(f"columns.{IS_VALIDATION} is tailtune's own where there is a validation_source; rename it")
         return self
 
 
@@ -177,6 +265,71 @@ RENAMED = {
 """Former key of a stage → its present name, for the message that refuses an old recipe."""
 
 
+class JobResources(Config):
+    """Of a training job."""
+
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
+    """One rank per GPU; without a GPU, processes on the CPU."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    shutdown_seconds: Annotated[int, Field(ge=1)] = 300
+    """How long the ranks may take to write a checkpoint after SIGTERM before they are killed."""
+    checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
+    """A checkpoint is saved at the end of the first step after this time, the first one after a minute."""
+    # Per pod, on a cluster:
+    gpu: str = "nvidia.com/gpu"
+    """Name of the GPU resource. Empty: train on the CPU."""
+    cpu: Quantity = "6"
+    cpu_request: Quantity = "4"
+    memory: Quantity = "20Gi"
+    memory_request: Quantity = "16Gi"
+    queue: str = ""
+    """Name of a Kueue LocalQueue; empty where jobs do not queue."""
+    tolerations: list[dict[str, str]] = []
+    node_selector: dict[str, str] = {}
+    environment: Environment = {}
+    """Environment variables of the ranks, for example `{NCCL_DEBUG: WARN}`. Not for secrets."""
+    start_seconds: Annotated[int, Field(ge=1)] = 3600
+    """How long it may take until all pods run: queue, node, image."""
+    deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
+    """How long the whole job may take."""
+
+
+class Resources(JobResources):
+    """Of the training jobs, and of the steps.
+
+    The steps that load models have the `gpu`, `cpu` and `memory` of a job's pods; `queue`, `tolerations` and
+    `node_selector` apply to all steps.
+    """
+
+    step_cpu: Quantity = "2"
+    step_cpu_request: Quantity = "100m"
+    step_memory: Quantity = "4Gi"
+    step_memory_request: Quantity = "1Gi"
+    """Of the steps that load no models. The step that builds a small model needs the memory."""
+    job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
+    """Kind of the training jobs. `auto` takes the first kind that the cluster has, PyTorchJob before TrainJob."""
+
+
+class StageResources(JobResources):
+    """What a stage's job has instead of the recipe's `resources`: only the fields that are given.
+
+    A mapping or list replaces the recipe's as a whole. `Recipe.resources_of` merges the two.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fields_of_the_run(cls, raw: Any) -> Any:
+        for name in raw if isinstance(raw, dict) else ():
+            if name in Resources.model_fields and name not in cls.model_fields:
+                raise ValueError(f"{name} is the same for all stages; set resources.{name}")
+        return raw
+
+    @model_serializer(mode="wrap")
+    def _only_given_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
+
+
 class Stage(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     kind: Literal["chat"]
@@ -190,6 +343,8 @@ class Stage(Config):
     """Multiply the learning rate by the world size (linear scaling, Goyal et al. 2017)."""
     trainer: dict[str, Any]
     """Arguments of `trl.SFTConfig`, checked before anything runs and then passed on."""
+    resources: StageResources = StageResources()
+    """For this stage's job, in place of single fields of the recipe's `resources`, which run parameters change."""
 
     @model_validator(mode="after")
     def _trainer_has_the_run_parameters(self) -> "Stage":
@@ -223,43 +378,6 @@ class GateRule(Config):
     threshold: float
 
 
-class Resources(Config):
-    num_nodes: Annotated[int, Field(ge=1)] = 1
-    ranks_per_node: Annotated[int, Field(ge=1)] = 1
-    """One rank per GPU; without a GPU, processes on the CPU."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    shutdown_seconds: Annotated[int, Field(ge=1)] = 300
-    """How long the ranks may take to write a checkpoint after SIGTERM before they are killed."""
-    checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
-    """A checkpoint is saved at the end of the first step after this time, the first one after a minute."""
-    # Per pod, on a cluster:
-    gpu: str = "nvidia.com/gpu"
-    """Name of the GPU resource. Empty: train on the CPU."""
-    cpu: Quantity = "6"
-    cpu_request: Quantity = "4"
-    memory: Quantity = "20Gi"
-    memory_request: Quantity = "16Gi"
-    """Of each pod of the job, and of the steps that load models."""
-    step_cpu: Quantity = "2"
-    step_cpu_request: Quantity = "100m"
-    step_memory: Quantity = "4Gi"
-    step_memory_request: Quantity = "1Gi"
-    """Of the steps that load none. The step that builds a small model needs the memory."""
-    job_kind: Literal["auto", "pytorchjob", "trainjob"] = "auto"
-    """Kind of the training job. `auto` takes the first kind that the cluster has, PyTorchJob before TrainJob."""
-    # Of the job and of all steps:
-    queue: str = ""
-    """Name of a Kueue LocalQueue; empty where jobs do not queue."""
-    tolerations: list[dict[str, str]] = []
-    node_selector: dict[str, str] = {}
-    environment: Environment = {}
-    """Environment variables of the ranks, for example `{NCCL_DEBUG: WARN}`. Not for secrets."""
-    start_seconds: Annotated[int, Field(ge=1)] = 3600
-    """How long it may take until all pods run: queue, node, image."""
-    deadline_seconds: Annotated[int, Field(ge=1)] = 24 * 3600
-    """How long the whole job may take."""
-
-
 class ClusterNames(Config):
     """Names of the images, volume claims and secrets on a cluster."""
 
@@ -291,7 +409,7 @@ class Hardware(Config):
 class Recipe(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     description: str
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     model: Model
     data: Data
     prompt: Prompt
@@ -299,22 +417,33 @@ class Recipe(Config):
     generation: Generation = Generation()
     evaluation: Evaluation = Evaluation()
     gate: Annotated[list[GateRule], Field(min_length=1)]
+    expect: list[GateRule] = []
+    """What the prompt asks of an answer, as rules on the data. Rows that teach something else are a warning."""
     demo: Demo
     resources: Resources = Resources()
     cluster: ClusterNames = ClusterNames()
     hardware: Hardware = Hardware()
+    keep_runs: Annotated[int, Field(ge=1)] | None = 2
+    """How many of the newest runs keep their checkpoints, base model and data; `null`: all. On a cluster, each run
+    removes these of older runs of the recipe, except of runs that somebody has named (tailtune/retention.py)."""
+    keep_models: Annotated[int, Field(ge=1)] | None = 3
+    """How many of the newest promoted models are kept when their runs are older than that; `null`: all."""
     local: dict[str, Any] = {}
     """Dotted keys and values that apply only to local runs."""
 
     @model_validator(mode="after")
-    def _gate_metrics_are_measured(self) -> "Recipe":
-        names = metric_table(self.stages[0].kind).labels
-        for rule in self.gate:
-            if rule.metric not in names:
-                raise ValueError(
-                    f"gate: metric '{rule.metric}' is not measured{did_you_mean(rule.metric, names)}; "
-                    f"measured: {', '.join(names)}"
-                )
+    def _metrics_of_rules_are_measured(self) -> "Recipe":
+        table = metric_table(self.stages[0].kind)
+        for key, rules, names in (
+            ("gate", self.gate, list(table.labels)),
+            ("expect", self.expect, [metric.name for metric in table.of_texts]),
+        ):
+            for rule in rules:
+                if rule.metric not in names:
+                    raise ValueError(
+                        f"{key}: metric '{rule.metric}' is not measured{did_you_mean(rule.metric, names)}; "
+                        f"measured: {', '.join(names) or 'none'}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -328,7 +457,25 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _no_request_is_above_its_limit(self) -> "Recipe":
+        """The API server would refuse every such pod, one by one, while the job waits for them."""
+        for _, (limit_key, limit), (request_key, request) in self.container_sizes():
+            if _amount(request) > _amount(limit):
+                raise ValueError(f"{limit_key} is {limit}, less than {request_key}, which is {request}; set both")
+        return self
+
+    @model_validator(mode="after")
     def _prompt_uses_columns(self) -> "Recipe":
+        messages = self.prompt.messages
+        if messages is not None:
+            template = self.data.columns.get(messages)
+            if template is None:
+                raise ValueError(f"prompt.messages is '{messages}', which data.columns does not define; "
+                                 f"it defines {list(self.data.columns)}")  # fmt: skip
+            if copied_column(template) is None:
+                raise ValueError(f"data.columns.{messages} is '{template}', but a conversation is one column as it "
+                                 f"is; write for example '{{{template_fields(template)[0]}}}'")  # fmt: skip
+            return self
         for field in ("user", "assistant"):
             for column in template_fields(getattr(self.prompt, field)):
                 if column not in self.data.columns:
@@ -336,20 +483,59 @@ class Recipe(Config):
                         f"prompt.{field} uses column '{column}', which data.columns does not define; "
                         f"it defines {list(self.data.columns)}"
                     )
-        if not template_fields(self.prompt.assistant):
+                if set(template_fields(self.data.columns[column])) <= set(self.data.optional_columns):
+                    raise ValueError(f"data.columns.{column}, which prompt.{field} uses, consists only of "
+                                     "data.optional_columns, so it could be empty; add another column")  # fmt: skip
+        if not template_fields(self.prompt.assistant or ""):
             raise ValueError("prompt.assistant uses no column, so every answer would be the same; "
                              f"use one of {list(self.data.columns)}, for example '{{answer}}'")  # fmt: skip
         return self
 
+    def resources_of(self, stage: Stage) -> Resources:
+        """Return the resources of a stage's job: the recipe's, with the stage's own in their place.
+
+        Run parameters such as `num_nodes` change the recipe's, so a stage's own value wins over them.
+        """
+        own = {name: getattr(stage.resources, name) for name in stage.resources.model_fields_set}
+        return self.resources.model_copy(update=own)
+
+    def resource_key(self, index: int, field: str) -> str:
+        """Return the dotted key at which a resource of a stage's job can be changed."""
+        own = field in self.stages[index].resources.model_fields_set
+        return f"stages.{index}.resources.{field}" if own else f"resources.{field}"
+
+    def container_sizes(self) -> Iterator[tuple[str, tuple[str, str], tuple[str, str]]]:
+        """For each size of a step's or a job's container: `cpu` or `memory`, and key and value of limit and request."""
+        for resource in ("cpu", "memory"):
+            for name in (resource, f"step_{resource}"):
+                fields = name, f"{name}_request"
+                limit, request = ((f"resources.{field}", getattr(self.resources, field)) for field in fields)
+                yield resource, limit, request
+            fields = resource, f"{resource}_request"
+            for index, stage in enumerate(self.stages):
+                if stage.resources.model_fields_set.isdisjoint(fields):
+                    continue
+                own = self.resources_of(stage)
+                limit, request = ((self.resource_key(index, field), getattr(own, field)) for field in fields)
+                yield resource, limit, request
+
     def public_dump(self) -> dict[str, Any]:
         """Return plain values for reports and summaries, without secrets in addresses."""
         dumped = self.model_dump(mode="json")
-        dumped["data"]["source"] = without_secrets(self.data.source)
+        for name in ("source", "validation_source"):
+            sources = dumped["data"][name]
+            shown = [without_secrets(source) for source in source_list(sources)]
+            dumped["data"][name] = shown if isinstance(sources, list) else shown[0] if shown else None
         return dumped
 
     def to_json(self) -> str:
         """Return the recipe as JSON, the form in which it is one parameter of the pipeline."""
         return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
+
+
+def _amount(quantity: str) -> Decimal:
+    number = quantity.rstrip("mkKMGTi")
+    return Decimal(number) * UNITS[quantity.removeprefix(number)]
 
 
 def without_secrets(source: str) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 import tempfile
 import typing
 import warnings
@@ -32,6 +31,9 @@ SET_BY_TAILTUNE = {
     "push_to_hub": "upload best_model/ after the run",
     "resume_from_checkpoint": "runs resume from their last complete checkpoint by themselves",
     "model_init_kwargs": "use `hardware.attention` and `hardware.precision`",
+    "chat_template_path": "the template is part of the base model, and frozen",
+    "eos_token": "the base model's own is used",
+    "pad_token": "the base model's own is used",
 }
 POSITIVE = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
             "max_length", "per_device_eval_batch_size", "eval_steps", "save_steps", "logging_steps")  # fmt: skip
@@ -51,8 +53,14 @@ def check_trainer_values(recipe: Recipe) -> None:
             where = f"stages.{index}.trainer.{name}"
             if name in SET_BY_TAILTUNE:
                 raise UserError(f"{where} cannot be set: {SET_BY_TAILTUNE[name]}")
+            if name in ("eval_strategy", "save_strategy") and value in (False, "no"):
+                raise UserError(f"{where} is 'no'", "leave it out: the best checkpoint by eval_loss becomes the model")
             if not isinstance(value, int | float):
                 continue
+            if name == "max_steps" and value != -1 and value < 1:
+                raise UserError(
+                    f"{where} is {value}", "give a number above 0, or leave it out to train for whole epochs"
+                )
             if name == "save_total_limit" and value < 2:
                 raise UserError(f"{where} is {value}", "keep at least 2, the best checkpoint and the last")
             if math.isnan(value) or (name in POSITIVE and not 0 < value < math.inf):
@@ -111,7 +119,6 @@ def sft_config(
         "report_to": ["tensorboard"],
         "include_num_input_tokens_seen": "non_padding",
         "ddp_timeout": DDP_TIMEOUT_SECONDS,
-        "disable_tqdm": not sys.stderr.isatty(),
         "dataloader_pin_memory": plan.device != "cpu",
     }
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):

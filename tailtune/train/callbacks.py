@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerState
 
 from tailtune.files import write_json
-from tailtune.log import log
+from tailtune.progress import Progress
 
 FIRST_CHECKPOINT_SECONDS = 60
 
@@ -123,49 +123,46 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux
 
 
-class Timed(TrainerCallback):
-    """Estimates the remaining time from the steps of this attempt."""
+class LogLines(TrainerCallback):
+    """Counts the steps, and logs one line for each of Trainer's log entries."""
 
-    def __init__(self) -> None:
-        self.start = time.monotonic()
-        self.first_step = 0
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start, self.first_step = time.monotonic(), state.global_step
+        self.progress.restart(state.max_steps, state.global_step)
 
-    def remaining_seconds(self, state: Any) -> float:
-        steps = max(1, state.global_step - self.first_step)
-        return (time.monotonic() - self.start) / steps * (state.max_steps - state.global_step)
-
-
-class LogLines(Timed):
-    """Logs one plain line per logging step, for pods and pipes; a terminal has Trainer's progress bar."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress.done = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        where = f"train: step {state.global_step}/{state.max_steps}"
+        where = f"train: step {state.global_step:,}/{state.max_steps:,}"
         if "loss" in logs:
-            log.info(
-                "%s loss %.4f lr %.2e grad_norm %.3f %.0f tokens/s ETA %.0f s",
-                where, logs["loss"], logs["learning_rate"], logs["grad_norm"], logs["tokens_per_second"],
-                self.remaining_seconds(state),
-            )  # fmt: skip
+            self.progress.note = f"loss {logs['loss']:.4f}"
+            self.progress.log(
+                f"{where} {self.progress.note} lr {logs['learning_rate']:.2e} grad_norm {logs['grad_norm']:.3f} "
+                f"{logs['tokens_per_second']:,.0f} tokens/s {self.progress.eta()}"
+            )
         elif "eval_loss" in logs:
-            log.info("%s eval_loss %.4f", where, logs["eval_loss"])
+            self.progress.log(f"{where} eval_loss {logs['eval_loss']:.4f}")
 
 
 PROGRESS_METRICS = {"train": ("loss", "learning_rate", "grad_norm", "tokens_per_second"), "eval": ("eval_loss",)}
 """What `progress.json` holds of Trainer's log entries."""
 
 
-class WriteProgress(Timed):
+class WriteProgress(TrainerCallback):
     """Keeps `progress.json` up to date, which the launcher reads: log lines are for people only."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path = path
         self._values: dict[str, dict[str, float | None]] = {}
+        self._start, self._first_step = time.monotonic(), 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start, self._first_step = time.monotonic(), state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -177,10 +174,15 @@ class WriteProgress(Timed):
         write_json(self.path, {
             "step": state.global_step,
             "max_steps": state.max_steps,
-            "remaining_seconds": self.remaining_seconds(state),
+            "remaining_seconds": self._remaining_seconds(state),
             **self._values,
             "updated_at": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         })  # fmt: skip
+
+    def _remaining_seconds(self, state: Any) -> float:
+        """Estimate the remaining time from the steps of this attempt."""
+        steps = max(1, state.global_step - self._first_step)
+        return (time.monotonic() - self._start) / steps * (state.max_steps - state.global_step)
 
 
 def _finite(value: Any) -> float | None:

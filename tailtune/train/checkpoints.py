@@ -88,7 +88,10 @@ class MarkComplete(TrainerCallback):
             self.refuse_if_taken_over()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint where the run is now: Trainer's state has the path at which it was saved."""
         self.start = time.monotonic()
+        best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
+        state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def seconds(self) -> float:
         """Return the seconds of training so far, earlier attempts included."""

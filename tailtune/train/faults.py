@@ -51,7 +51,7 @@ def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:
     if isinstance(error, MemoryError) or re.search(HOST_MEMORY, text):
         return UserError(
             f"out of memory on the host at step {step}: {text}",
-            "raise resources.memory, or set stages.0.tail.cache=disk",
+            "raise the job's resources.memory, or set stages.0.tail.cache=disk",
         )
     if any(isinstance(each, OSError | dist.DistError) or re.search(FROM_OUTSIDE, str(each)) for each in _causes(error)):
         return None

@@ -7,8 +7,8 @@ Hugging Face Trainer that is ready to train.
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
-from tailtune import provenance
+from tailtune import progress, provenance
 from tailtune.errors import UserError
 from tailtune.files import sha256_json, write_json
 from tailtune.log import log
 from tailtune.manifest import publish
+from tailtune.progress import Progress
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, NUM_CHECKPOINTS
@@ -104,14 +106,15 @@ def train(
     set_seed(recipe.seed)
     if not torch.cuda.is_available():
         keep_freed_memory()
-    if not (sys.stderr.isatty() and ranks.is_main_process):
-        datasets.disable_progress_bars()
-        disable_progress_bar()
+    datasets.disable_progress_bars()  # tailtune shows its own progress
+    disable_progress_bar()
+    if not ranks.is_main_process:
+        progress.silence()
     key = training_key(recipe, stage, paths.data.parent, paths.base_model)
     resume = find_checkpoint(paths.checkpoints, key, ranks, refuse_if_taken_over)
 
     stop, saver = (
-        SaveByTime(recipe.resources.checkpoint_seconds),
+        SaveByTime(recipe.resources_of(stage).checkpoint_seconds),
         MarkComplete(
             key,
             refuse_if_taken_over,
@@ -125,29 +128,31 @@ def train(
         int(stage.trainer.get("gradient_accumulation_steps", 1)),
     )
     with stop_repeated_faults(paths.output, ranks.process_index, lambda: stop.step):
-        prepared = make_trainer(
-            Context(
-                recipe,
-                stage,
-                paths,
-                plan,
-                world_size=ranks.num_processes,
-                is_main_process=ranks.is_main_process,
-                base_model_sha256=key["base_model_sha256"],
-                callbacks=(stop, saver, WriteProgress(paths.output / "progress.json")),
+        with Progress("train: preparing model and rows"):
+            prepared = make_trainer(
+                Context(
+                    recipe,
+                    stage,
+                    paths,
+                    plan,
+                    world_size=ranks.num_processes,
+                    is_main_process=ranks.is_main_process,
+                    base_model_sha256=key["base_model_sha256"],
+                    callbacks=(stop, saver, WriteProgress(paths.output / "progress.json")),
+                )
             )
-        )
         trainer, facts = prepared.trainer, prepared.facts
         saver.seconds_before += prepared.setup_seconds
         trainer.remove_callback(PrinterCallback)
-        if trainer.args.disable_tqdm:
-            trainer.add_callback(LogLines())
+        trainer.remove_callback(ProgressCallback)
         if ranks.is_main_process:
             record_attempt(paths.checkpoints, step_of(resume) if resume else 0)
             if resume:
                 log.info("train: resuming from %s, next step is %d", resume.name, step_of(resume) + 1)
 
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        with Progress("train: step", unit="steps") as steps:
+            trainer.add_callback(LogLines(steps))
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
     state = trainer.state
     if stop.stopped_at is not None:
@@ -179,7 +184,8 @@ def train(
         write_json(paths.output / "training_summary.json", facts)
         # last, because the manifest of best_model/ means that the training is complete
         with publish(paths.output / "best_model", key, {"best_step": state.best_global_step}) as partial:
-            save_model(prepared.model, state_dict, partial, plan.dtype)
+            with Progress("train: saving the model"):
+                save_model(prepared.model, state_dict, partial, plan.dtype)
             prepared.save_companions(partial)
         log.info(
             "train: best eval_loss %.4f at step %s of %d; %.1f rows/s",
@@ -267,12 +273,17 @@ def split_history(log_history: list[dict[str, Any]]) -> dict[str, list[dict[str,
 def record_attempt(checkpoints: Path, from_step: int) -> None:
     """Append the step from which this attempt starts to `attempts.jsonl`."""
     with (checkpoints / "attempts.jsonl").open("a") as file:
-        file.write(json.dumps({"from_step": from_step, "at": datetime.now(UTC).isoformat()}) + "\n")
+        line = json.dumps({"from_step": from_step, "at": datetime.now(UTC).isoformat()})
+        file.write(f"\n{line}\n")  # on a line of its own, whatever a full disk has left
 
 
 def read_attempts(checkpoints: Path) -> list[int]:
-    """Return the step from which every attempt started, 0 for a fresh start."""
-    return [json.loads(line)["from_step"] for line in (checkpoints / "attempts.jsonl").read_text().splitlines()]
+    """Return the step from which every attempt started, 0 for a fresh start. Half lines are passed over."""
+    steps: list[int] = []
+    for line in (checkpoints / "attempts.jsonl").read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            steps.append(json.loads(line)["from_step"])
+    return steps
 
 
 def leave_process_group() -> None:

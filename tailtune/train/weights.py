@@ -1,6 +1,6 @@
 """Which weights of a model train, in which precision, and how they are saved."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers.utils.logging import set_tqdm_hook
 
 from tailtune.errors import UserError, one_line
+from tailtune.progress import track
 from tailtune.recipe.schema import TrainWeights
 from tailtune.train.hardware import HardwarePlan
+
+OWN_FILES_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of `from_pretrained`: it downloads nothing, and neither runs nor offers to run a model directory's code."""
 
 
 @contextmanager
@@ -28,9 +33,40 @@ def explain_unreadable(directory: Path) -> Iterator[None]:
 
 
 def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a causal language model from a directory. `options` are those of `from_pretrained`. Raises UserError."""
-    with explain_unreadable(directory):
-        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+    """Load a causal language model from a directory's safetensors. `options` are those of `from_pretrained`.
+
+    Raises UserError, also for weights that are missing or of another shape, which Transformers would replace by random
+    ones.
+    """
+    options |= OWN_FILES_ONLY | {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with explain_unreadable(directory), _loading(directory):
+        model, found = AutoModelForCausalLM.from_pretrained(directory, **options)
+    other_shape = [name for name, *_ in found["mismatched_keys"]]
+    # buffers may be missing: the model computes them
+    missing = set(found["missing_keys"]) & {name for name, _ in model.named_parameters()}
+    for names, problem in ((missing, "are missing"), (other_shape, "have another shape than in config.json")):
+        if names:
+            raise UserError(
+                f"{directory}: {len(names)} of the model's weights {problem}, for example {min(names)}",
+                "give a complete causal language model",
+            )
+    return model
+
+
+@contextmanager
+def _loading(directory: Path) -> Iterator[None]:
+    """Show the progress of a model that Transformers loads in this block."""
+
+    def replace_bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") != "Loading weights":
+            return factory(*args, **options)
+        return track(args[0], f"model: loading {directory.name}, tensor", "tensors")
+
+    previous = set_tqdm_hook(replace_bar)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
 
 
 def load_model(directory: Path, plan: HardwarePlan, train_weights: TrainWeights) -> PreTrainedModel:

@@ -64,7 +64,8 @@ def local_weights(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return load_file(run.best_model_dir / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pytorchjob", marks=pytest.mark.slow), "trainjob"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_survival_trains_in_two_pods_to_the_same_weights(
     server: Server, prepared: Path, tmp_path: Path, local_weights: dict[str, Any], kind: str
 ) -> None:

@@ -14,7 +14,9 @@ from conftest import tiny_recipe
 from safetensors.torch import load_file
 from tail_runs import furthest, relative
 
+from tailtune.fetch.model import provide_base_model
 from tailtune.jobs.train_step import train_stage
+from tailtune.parquet.write import write_parquet
 from tailtune.run import Run
 
 SHORT_RUN = {
@@ -66,6 +68,30 @@ def test_two_ranks_train_the_same_as_one_rank_and_as_the_whole_model(loss: str, 
     train_and_compare(prepared, [tail, whole, one])
 
 
+MESSAGES = {
+    "data.columns": {"turns": "{turns}"}, "data.split_by": "turns",
+    "prompt.user": None, "prompt.assistant": None, "prompt.messages": "turns",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_conversations_train_the_same_as_the_whole_model(tmp_path: Path) -> None:
+    """From the rows to the weights, with conversations of up to three answers, some of them cut."""
+    turns = [
+        [{"role": role, "content": f"{role} {i} in turn {turn}: {i * turn % 7}"}
+         for turn in range(i % 3 + 1) for role in ("user", "assistant")]
+        for i in range(40)
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
+    settings = {**MESSAGES, "stages.0.trainer.max_length": 70, "stages.0.trainer.max_steps": 3, **ONE_RANK}
+    tail, whole = make(tmp_path, "tail", **settings), make(tmp_path, "w", **settings, **{"stages.0.tail.mode": "off"})
+    recipe = tail.recipe
+    write_parquet(tmp_path / "rows.jsonl", tmp_path / "data", recipe.data, recipe.prompt)
+    provide_base_model(recipe, tmp_path / "data", tmp_path / "base")
+    train_and_compare(tmp_path, [tail, whole])
+    assert json.loads((tail.models_dir / "training_summary.json").read_text())["num_truncated_rows"] > 0
+
+
 def train_and_compare(prepared: Path, runs: list[Run]) -> None:
     """Train all runs, and expect the losses and weights of the first one from the others."""
     for run in runs:
@@ -79,6 +105,7 @@ def train_and_compare(prepared: Path, runs: list[Run]) -> None:
     assert len({s["tokens_seen"] for s in summaries}) == 1
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_fills_the_cache_resumes_where_it_stopped(prepared: Path, tmp_path: Path) -> None:
     """Hidden states that are in the cache already are not computed again; a second run computes none."""
     command = [sys.executable, "-c", FILL, str(prepared), str(tmp_path)]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,28 @@ if "RANK" in os.environ:
             raise ZeroDivisionError("a fault of the code")
         return step(self, *arguments, **options)
     torch.optim.AdamW.step = faulty
+"""
+
+TAKEN_OVER_AT_THE_END = """
+import os
+from pathlib import Path
+from tailtune.files import write_json
+from tailtune.train import run
+from tailtune.train.__main__ import main
+refuse_no_best = run.refuse_no_best
+def last_before_publishing(*arguments):
+    refuse_no_best(*arguments)
+    write_json(Path(os.environ["TAILTUNE_OWNER_FILE"]), {"pipeline_run": "second"})
+run.refuse_no_best = last_before_publishing
+main()
+"""
+
+
+WITH_ALL_LAST_LINES = """
+from tailtune import progress
+from tailtune.train.__main__ import main
+progress.FIRST_LINE_SECONDS = 0
+main()
 """
 
 
@@ -195,7 +218,7 @@ def test_the_same_exception_at_the_same_step_is_not_repeated_for_ever(
 def test_checkpoints_are_saved_by_time_too(prepared: Path, make_run: Callable[..., Run], tmp_path: Path) -> None:
     """A run that is killed before its first evaluation resumes nevertheless."""
     rare = {"stages.0.trainer.save_steps": 100, "stages.0.trainer.eval_steps": 100}
-    run = make_run("timed", **LONG, **rare, **{"resources.checkpoint_seconds": 1})
+    run = make_run("timed", **LONG, **rare, **{"stages.0.resources.checkpoint_seconds": 1})
     process = launch(run, prepared, tmp_path / "log")
     wait_for_checkpoints(run, 1, process)
     for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
@@ -227,6 +250,50 @@ def test_a_run_that_was_taken_over_saves_nothing_more(
         UserError, match=r"were made with other settings \(.*learning_rate\); choose another --run-name"
     ):
         train_stage(other, prepared / "data", prepared / "base")
+
+
+@pytest.mark.slow
+def test_only_rank_0_shows_progress_and_it_is_tailtunes(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    settings = {"tail.cache": "disk", "trainer.max_steps": 2, "trainer.eval_steps": 1}
+    run = make_run("mine", **{f"stages.0.{name}": value for name, value in settings.items()})
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(run.recipe.to_json())
+    (tmp_path / "all_last_lines.py").write_text(WITH_ALL_LAST_LINES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "all_last_lines", "--recipe", str(recipe),
+               "--data-dir", str(prepared / "data"), "--model-dir", str(prepared / "base"),
+               "--output-dir", str(run.models_dir)]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    last = [match for line in done.stderr.splitlines() if (match := re.match(r"tailtune \| (.*) in \d+ s$", line))]
+    works = [re.sub(r"[\d,./]+( loss .*)? [\d.,]+ \w+/s$", "…", match[1]) for match in last]
+    assert works == [
+        "train: tokenizing row …", "train: tokenizing row …", "model: loading base, tensor …",
+        "tail: checking shard …", "tail: frozen layers, token …", "tail: opening shard …", "train: preparing model and rows", "train: evaluating row …",
+        "train: evaluating row …", "train: step …", "train: saving the model",
+    ], done.stderr  # fmt: skip
+    assert "it/s" not in done.stderr and "\r" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_taken_over_after_its_last_save_publishes_nothing(
+    prepared: Path, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run("mine", **{"resources.ranks_per_node": 1, "stages.0.trainer.num_train_epochs": 1})
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(run.recipe.to_json())
+    write_json(run.owner_path, {"pipeline_run": "first"})
+    command = [sys.executable, "-c", TAKEN_OVER_AT_THE_END, "--recipe", str(recipe),
+               "--data-dir", str(prepared / "data"), "--model-dir", str(prepared / "base"),
+               "--output-dir", str(run.models_dir)]  # fmt: skip
+    environment = {**os.environ, "TAILTUNE_OWNER_FILE": str(run.owner_path), "TAILTUNE_PIPELINE_RUN": "first"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "pipeline run second has taken over this run's directories" in done.stderr
+    assert list((run.models_dir / "checkpoints").glob("*/complete.json"))
+    assert not run.best_model_dir.exists() and not (run.models_dir / "training_summary.json").exists()
 
 
 @pytest.mark.slow
@@ -289,6 +356,7 @@ def test_a_save_of_40_seconds_survives_sigterm(prepared: Path, make_run: Callabl
     assert is_complete(run.models_dir / "checkpoints" / f"checkpoint-{step}")
 
 
+@pytest.mark.slow
 def test_bf16_trains_on_fp32_master_weights_and_saves_bf16(
     prepared: Path, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -307,6 +375,7 @@ def test_bf16_trains_on_fp32_master_weights_and_saves_bf16(
     assert {name.split(".")[2] for name in held if ".layers." in name} == {"1", "2"}  # the last layers alone
 
 
+@pytest.mark.slow
 def test_ranks_alone_refuse_another_training_and_count_all_attempts(
     prepared: Path, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:

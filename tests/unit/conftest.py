@@ -1,4 +1,4 @@
-"""Fixtures for tests of the launcher: a cluster, and what the launcher prints."""
+"""Fixtures: a cluster, and what the launcher and the steps print."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from kubernetes_server import Server, cluster
 from launchers import MODULES
 
 from tailtune.jobs import follow as launcher
+from tailtune.log import log
 
 LIGHT_TORCHRUN = Path(__file__).resolve().parents[1] / "light_torchrun"
 
@@ -31,3 +32,10 @@ def shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) 
     """Function that returns what a step's log would contain: the ranks' lines, then the launcher's own."""
     caplog.set_level("INFO", "tailtune")
     return lambda: capsys.readouterr().err + caplog.text
+
+
+@pytest.fixture
+def stderr_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log goes to the stderr of the moment."""
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)  # else pytest adds handlers of its own, and ours is left out

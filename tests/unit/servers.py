@@ -42,8 +42,21 @@ class Server:
         """The Range header of every GET of a path, in order."""
         return [headers.get("range") for method, at, headers in self.requests if (method, at) == ("GET", path)]
 
-    def add_repo(self, kind: str, name: str, files: dict[str, bytes], *, refuse: tuple[int, str] | None = None) -> None:
-        """Add a repository of the hub's API; `refuse` is the status and X-Error-Code of its files."""
+    def add_repo(
+        self,
+        kind: str,
+        name: str,
+        files: dict[str, bytes],
+        *,
+        refuse: tuple[int, str] | None = None,
+        commit: str = COMMIT,
+        card: dict[str, Any] | None = None,
+    ) -> None:
+        """Add a repository of the hub's API, or a commit to one: the branch main is then this commit.
+
+        `refuse` is the status and X-Error-Code of its files. `card` is the front matter of its README.md, which the hub
+        parses: huggingface_hub's `DatasetInfo` reads it from `cardData` (hf_api.py).
+        """
         siblings: list[dict[str, Any]] = []
         for file, body in files.items():
             lfs = file.endswith((".safetensors", ".bin", ".parquet"))
@@ -51,24 +64,25 @@ class Server:
             pointer = {"lfs": {"size": len(body), "sha256": digest, "pointerSize": 1}} if lfs else {}
             siblings.append({"rfilename": file, "size": len(body), "blobId": digest[:40], **pointer})
             prefix = "" if kind == "models" else f"/{kind}"
-            headers = {"X-Repo-Commit": COMMIT} | ({"X-Error-Code": refuse[1]} if refuse else {})
-            self.replies[f"{prefix}/{name}/resolve/{COMMIT}/{file}"] = Reply(
+            headers = {"X-Repo-Commit": commit} | ({"X-Error-Code": refuse[1]} if refuse else {})
+            self.replies[f"{prefix}/{name}/resolve/{commit}/{file}"] = Reply(
                 body,
                 etag=f'"{digest if lfs else digest[:40]}"',
                 headers=headers,
                 statuses=[refuse[0]] * 99 if refuse else [],
             )
-        info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0}
+        info = {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], "downloads": 0}
+        info |= {"cardData": card} if card else {}
         tree = [
             {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": file["blobId"]}
             | ({"lfs": {"oid": file["lfs"]["sha256"], **file["lfs"]}} if "lfs" in file else {})
             for file in siblings
         ]
-        for revision in ("", "/revision/main", f"/revision/{COMMIT}"):
+        for revision in ("", "/revision/main", f"/revision/{commit}"):
             self.replies[f"/api/{kind}/{name}{revision}"] = Reply(
                 json.dumps(info).encode(), content_type="application/json"
             )
-        self.replies[f"/api/{kind}/{name}/tree/{COMMIT}"] = Reply(
+        self.replies[f"/api/{kind}/{name}/tree/{commit}"] = Reply(
             json.dumps(tree).encode(), content_type="application/json"
         )
 

@@ -24,7 +24,7 @@ import pipeline_cli
 import tailtune.cli
 from tailtune.fetch.model import provide_base_model
 from tailtune.jobs.train_step import train_stage
-from tailtune.log import log, step
+from tailtune.log import step
 from tailtune.parquet.split import split_rows
 from tailtune.parquet.write import write_parquet
 from tailtune.recipe.load import BUILT_IN, load_recipe
@@ -34,7 +34,9 @@ from tailtune.run import Run
 ROOT = Path(pipeline.__file__).parent
 SURVIVAL = (BUILT_IN / "survival.yaml").read_text(encoding="utf-8")
 ROW = '{"topic": "Knots", "question": "How?", "answer": "So."}\n'
-METRICS = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5}
+METRICS = {
+    "answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5, "answer_words_vs_base": 0.9,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ def recipe(old: str, new: str, *arguments: str) -> Call:
     return recipe_file(SURVIVAL.replace(old, new, 1), *arguments)
 
 
+def stage_resources(text: str) -> Call:
+    """The survival recipe with resources of its stage."""
+    return recipe("    loss: answer\n", f"    loss: answer\n    resources: {{{text}}}\n")
+
+
 def in_step(function: Callable[[Place], Any]) -> Call:
     """A step of the pipeline, with what its log shows."""
 
@@ -175,11 +182,12 @@ def train_layers(place: Place) -> None:
 def long_question(place: Place) -> None:
     from transformers import AutoTokenizer
 
+    from tailtune.kinds.chat.prompt import encode_row
     from tailtune.kinds.chat.train import count_truncated
 
     tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
-    rows = pa.table({"full-question": ["How? " * 50], "answer": ["So."]})
-    count_truncated(tokenizer, tiny_recipe().prompt, rows, [], 64)  # TRL drops rows that have no answer left
+    row = {"full-question": "How? " * 50, "answer": "So."}
+    count_truncated([encode_row(tokenizer, tiny_recipe().prompt, row)], 64)
 
 
 def train_command(*arguments: str) -> Call:
@@ -244,7 +252,15 @@ Row = tuple[str, Call, int, str]
 FILES: list[Row] = [
     ("data file is missing", fetch("TMP/no.jsonl"), 1,
      "data source TMP/no.jsonl does not exist; give the path of a file as this step sees it"),
-    ("data file is a directory", fetch("TMP"), 1, "data source TMP is a directory; name one file in it"),
+    ("data directory is empty", after(lambda p: (p.tmp / "none").mkdir(), fetch("TMP/none")), 1,
+     "TMP/none contains no .json, .jsonl, .csv, .txt or .parquet file"),
+    ("directory with several splits",
+     after(file("d/train.jsonl", ROW), after(file("d/test.jsonl", ROW), fetch("TMP/d"))), 1,
+     "TMP/d has 2 splits (train: train.jsonl, test: test.jsonl); name the files, a folder, or a pattern, for example "
+     "TMP/d/train.jsonl"),
+    ("hash of several files", after(file("d/1.jsonl", ROW), after(file("d/2.jsonl", ROW),
+                                                                fetch("TMP/d", sha256="0" * 64))), 1,
+     "data.sha256 is the hash of one file, but data.source is 2 files; leave data.sha256 out, or name one file"),
     ("data file is empty", after(file("e.jsonl", ""), fetch("TMP/e.jsonl")), 1,
      "TMP/e.jsonl is empty (0 bytes); give a file with data"),
     ("data file has another hash", after(file("a.jsonl", ROW), fetch("TMP/a.jsonl", sha256="0" * 64)), 1,
@@ -306,6 +322,13 @@ RECIPES: list[Row] = [
      "stages.0.train_weights.last_layers is 99, but model.small has 4 layers; lower it"),
     ("base model is not a directory", pipeline_py("--local", "--dry-run", "-p", "base_model=./nowhere"), 2,
      "error: base model ./nowhere is not a directory; give -p base_model= a directory, OWNER/NAME, or small"),
+    ("data of this machine, for a cluster", pipeline_py("--dry-run", "-p", "data_source=/home/me/my.jsonl"), 2,
+     "error: /home/me/my.jsonl is a path on this machine, and a cluster's pods cannot read it; copy it to the volume "
+     "and name it as /shared/data/…, as step 17 of the runbook shows, or give an address"),
+    ("model of this machine, for a cluster",
+     pipeline_py("--dry-run", "-p", "base_model=/home/me/model", "-p", "data_source=/shared/data/uploads/my.jsonl"), 2,
+     "error: /home/me/model is a path on this machine, and a cluster's pods cannot read it; copy it to the volume and "
+     "name it as /shared/models/…"),
     ("unknown name", pipeline_py("--dry-run", "--recipe", "survivl"), 2,
      "error: no recipe 'survivl', did you mean 'survival'?; built in: survival; or give a path that ends in .yaml"),
     ("file is missing", pipeline_py("--dry-run", "--recipe", "nowhere.yaml"), 2,
@@ -335,6 +358,20 @@ RECIPES: list[Row] = [
      "num_trainable_layers is now train_weights.last_layers, train_head is now train_weights.head, kind sft is now"),
     ("unknown key of a stage", recipe("scale_learning_rate", "scale_learnign_rate"), 2,
      "stages.0.scale_learnign_rate: unknown key, did you mean 'scale_learning_rate'?"),
+    ("unknown key of a stage's resources", stage_resources("num_node: 2"), 2,
+     "recipe TMP/own.yaml: stages.0.resources.num_node: unknown key, did you mean 'num_nodes'?; known: num_nodes, "),
+    ("bad quantity of a stage", stage_resources("memory: much"), 2,
+     "recipe TMP/own.yaml: stages.0.resources.memory: String should match pattern"),
+    ("a request above the stage's limit", stage_resources("memory: 8Gi"), 2,
+     "stages.0.resources.memory is 8Gi, less than resources.memory_request, which is 16Gi; set both"),
+    ("a stage's memory of the steps", stage_resources("step_memory: 2Gi"), 2,
+     "stages.0.resources: step_memory is the same for all stages; set resources.step_memory"),
+    ("a stage's kind of job", stage_resources("job_kind: trainjob"), 2,
+     "stages.0.resources: job_kind is the same for all stages; set resources.job_kind"),
+    ("a secret of a stage", stage_resources("environment: {HF_TOKEN: hf_x}"), 2,
+     "stages.0.resources.environment: HF_TOKEN cannot be set here: a recipe is no place for secrets"),
+    ("a setting as a variable of a stage", stage_resources("environment: {EPOCHS: 3}"), 2,
+     "error: EPOCHS in stages.0.resources.environment is a setting; set stages.0.trainer.num_train_epochs"),
     ("missing key", recipe("name: survival\n", ""), 2, "recipe TMP/own.yaml: name: is missing; add it"),
     ("wrong type", recipe("seed: 42", "seed: many"), 2, "seed: Input should be a valid integer"),
     ("two problems", recipe("seed: 42", "seed: many\nsead: 1"), 2, "local; seed: Input should be a valid integer"),
@@ -373,6 +410,13 @@ RECIPES: list[Row] = [
      "stages.0.trainer.output_dir cannot be set: the run's own directory is used"),
     ("argument that would be ignored", recipe("warmup_steps: 0.03", "use_cpu: true"), 2,
      "stages.0.trainer.use_cpu cannot be set: a GPU is used where there is one"),
+    ("another chat template", flag("stages.0.trainer.chat_template_path=plain.jinja"), 2,
+     "stages.0.trainer.chat_template_path cannot be set: the template is part of the base model, and frozen"),
+    ("no evaluations", flag("stages.0.trainer.eval_strategy=no"), 2,
+     "stages.0.trainer.eval_strategy is 'no'; leave it out: the best checkpoint by eval_loss becomes the model"),
+    ("no steps", flag("stages.0.trainer.max_steps=0"), 2,
+     "stages.0.trainer.max_steps is 0; give a number above 0, or leave it out to train for whole epochs"),
+    ("a seed that numpy refuses", flag("seed=4294967296"), 2, "seed: Input should be less than 4294967296"),
     ("max_seq_length", recipe("max_length: 1024", "max_seq_length: 1024"), 2,
      "stages.0.trainer.max_seq_length cannot be set: TRL calls it `max_length`"),
     ("wrong type of an argument", recipe("weight_decay: 0.0", "weight_decay: heavy"), 2,
@@ -427,9 +471,13 @@ FLAGS: list[Row] = [
      "is no place for secrets; hf_secret and s3_secret name those that are mounted as files into the steps that fetch"),
     ("-p with a setting that is a variable as well", flag("epochs=2", "resources.environment.EPOCHS=3"), 2,
      "error: epochs is 2, but EPOCHS in resources.environment is 3; set only epochs"),
+    ("-p with an unknown resource of a stage", flag("stages.0.resources.gpus=x"), 2,
+     "stages.0.resources.gpus: unknown key, did you mean 'gpu'?; known: num_nodes, "),
     ("-p with an index out of range", flag("stages.1.trainer.max_length=1"), 2,
      "error: unknown key 'stages.1.trainer.max_length': 'stages' has entries 0 to 0"),
-    ("-p with a name as an index", flag("gate.first.threshold=1"), 2, "'gate' has entries 0 to 2"),
+    ("-p with a name as an index", flag("gate.first.threshold=1"), 2, "'gate' has entries 0 to 3"),
+    ("-p without an index", flag("stages.tail.mode=off"), 2,
+     "error: unknown key 'stages.tail.mode': 'stages' has entries 0 to 0; write 'stages.0.tail.mode'"),
     ("-p below a value", flag("seed.x=1"), 2,
      "error: unknown key 'seed.x': 'seed' is a single value, not a section; set 'seed' itself"),
     ("-p with the wrong type", flag("epochs=two"), 2, "recipe with epochs: stages.0: trainer.num_train_epochs must be"),
@@ -438,7 +486,13 @@ FLAGS: list[Row] = [
     ("-p half a row", flag("batch_size=1.5"), 2,
      "stages.0: trainer.per_device_train_batch_size must be a whole number, found 1.5"),
     ("--local without the file", pipeline_py("--local", "-p", "data_source=nowhere.jsonl"), 2,
-     "data source nowhere.jsonl is not a file; give -p data_source= a file's path, an address, or embedded"),
+     "data source nowhere.jsonl does not exist; give -p data_source= a path, an address, or embedded"),
+    ("-p a limit below the request", flag("resources.memory=16000Mi"), 2,
+     "resources.memory is 16000Mi, less than resources.memory_request, which is 16Gi; set both"),
+    ("-p a request above the limit", flag("resources.step_cpu_request=2100m"), 2,
+     "resources.step_cpu is 2, less than resources.step_cpu_request, which is 2100m; set both"),
+    ("-p a unit that Kubernetes does not have", flag("resources.memory=20gi"), 2,
+     "resources.memory: String should match pattern"),
     ("-p no nodes", flag("num_nodes=0"), 2, "resources.num_nodes: Input should be greater than or equal to 1 (got 0)"),
     ("--check with --local", pipeline_py("--check", "--local"), 2, "Error: give one of --local, --submit, --schedule"),
     ("two modes", pipeline_py("--list", "--check"), 2, "Error: give one of --local, --submit, --schedule, --dry-run"),
@@ -533,13 +587,11 @@ def cases(rows: list[Row], kind: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def own_directory_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written elsewhere, and the log goes to the stderr of the moment."""
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr_log: None) -> None:
+    """Nothing is written elsewhere."""
     monkeypatch.chdir(tmp_path)
     for name in ("DATA_DIR", "OUTPUT_DIR", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "propagate", True)  # else pytest adds handlers of its own, and ours is left out
 
 
 @pytest.mark.parametrize(("call", "status", "message"), [c for kind, rows in BAD.items() for c in cases(rows, kind)])

@@ -3,19 +3,15 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dashboard_server import dashboard
 from http_server import NAMESPACE
-from kubernetes_server import cluster
-from launchers import MODULES, make_job
-
-from tailtune.jobs import pytorchjob
-from tailtune.jobs.job import job_name
-from tailtune.jobs.kubernetes import KubernetesClient
-from tailtune.jobs.objects import Jobs
+from kubernetes_server import EDIT_ROLE, cluster
+from run_steps import Runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,27 +23,46 @@ def run_pytest(*arguments: str, **environment: str) -> "subprocess.CompletedProc
 
 def test_without_a_cluster_they_are_skipped_with_a_reason() -> None:
     done = run_pytest()
-    assert done.returncode == 0 and "6 skipped" in done.stdout and "oc login, then pytest --cluster" in done.stdout
+    assert done.returncode == 0 and "11 skipped" in done.stdout and "oc login, then pytest --cluster" in done.stdout
 
 
 @pytest.mark.slow
 def test_they_pass_on_a_cluster_without_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pod_long.py").write_text(MODULES["long"])
-    with cluster(tmp_path / "server", PYTHONPATH=str(tmp_path)) as kubernetes, dashboard() as pipelines:
+    with cluster(tmp_path / "server") as kubernetes, dashboard() as pipelines:
+        kubernetes.log_in(*EDIT_ROLE)
+        kubernetes.apply_cluster_admin()
+        kubernetes.faults.refused_evictions = 1
+
+        def may_finish(run: dict[str, Any]) -> bool:
+            """Whether the test has done what it does during this run."""
+            name = run["display_name"]
+            if "recurring_run_id" in run:  # until only its own schedule is left, disabled; or until it is ended
+                left = [(each["display_name"][-8:], each["status"]) for each in pipelines.recurring.values()]
+                return left == [("-changed", "DISABLED")]
+            if name.endswith("-twice"):  # until the other run is ended
+                return any(pipelines.runs[other]["display_name"] == name for other in pipelines.terminated)
+            if name.endswith("-drained"):  # until the run is tried again
+                return {"state": "FAILED"} in run["state_history"]
+            return not name.endswith(("-cancelled", "-rank", "-node"))
+
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
-
-        def start(run: dict[str, Any]) -> None:
-            """Create the job of a running pipeline run, as its train step does."""
-            if run["display_name"].endswith("-cancelled"):
-                labels = {"tailtune.io/run": run["display_name"], "app.kubernetes.io/managed-by": "tailtune"}
-                job = make_job("long", name=job_name(run["display_name"], "sft"), labels=labels)
-                Jobs(KubernetesClient(), pytorchjob).create(job)
-
-        pipelines.on_run = start
-        done = run_pytest("--cluster", TAILTUNE_ENDPOINT=pipelines.url, TAILTUNE_NAMESPACE=NAMESPACE,
-                          TAILTUNE_TOKEN=pipelines.token, TAILTUNE_TEST_POLL_SECONDS="0.2",
-                          PATH=str(Path(sys.executable).parent))  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout and "neither oc nor kubectl is installed" in done.stdout
-    assert len(pipelines.terminated) == 3 and not kubernetes.jobs and not pipelines.recurring
+        volumes = tmp_path / "volumes"
+        # as in the default installation: else each submission imports TRL and torch, to check trainer arguments
+        (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(name='transformers')")
+        with closing(Runs(kubernetes, pipelines, volumes, may_finish, restarted=("-rank", "-node"))) as runs:
+            done = run_pytest("--cluster", TAILTUNE_ENDPOINT=pipelines.url, TAILTUNE_NAMESPACE=NAMESPACE,
+                              TAILTUNE_TOKEN=pipelines.token, TAILTUNE_TEST_POLL_SECONDS="0.2",
+                              TAILTUNE_TEST_RUN_SECONDS="300", PYTHONPATH=str(tmp_path),
+                              PATH=str(Path(sys.executable).parent))  # fmt: skip
+            assert done.returncode == 0, done.stdout
+            runs.wait()
+    assert "10 passed" in done.stdout and "neither oc nor kubectl is installed" in done.stdout
+    assert len(pipelines.terminated) == 4 and not pipelines.recurring and not pipelines.lost
+    assert not kubernetes.faults.refused_evictions, "the eviction was asked for again"
     assert all(run["runtime_config"]["parameters"]["gpu"] == "" for run in pipelines.runs.values())
+    repeated = {}
+    for path in volumes.glob("models/*/steps"):
+        steps = path.read_text().split()
+        repeated[path.parent.name.rpartition("-")[2]] = len(steps) - len(set(steps))
+    assert repeated["drained"] == repeated["twice"] == 0, "nothing was trained twice"
+    assert max(repeated.values()) <= 1000 // 16 // 8, "resumed from the last checkpoint"

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from admission import violations
 from http_server import Refused, check_fields
 from kubernetes.client import ApiClient, models
 
 import tailtune
+from tailtune.doctor.cluster import RUNNER
 from tailtune.jobs.job import Job
 from tailtune.jobs.pods import pod_template
 from tailtune.jobs.train_step import make_job
@@ -98,7 +100,8 @@ PROJECTS = {
     KUBERNETES: ("kubeflow", "nfs-client", "pipeline-runner"),
 }
 """What an administrator of a project applies, with its name, its storage class and the service account of the steps."""
-ENTRIES = [*PROJECTS, *(folder / "cluster-admin" for folder in PROJECTS), DEPLOY / "base"]
+PIPELINE_SERVERS = [DEPLOY / "components/pipeline-server" / store for store in ("s3", "minio")]
+ENTRIES = [*PROJECTS, *(folder / "cluster-admin" for folder in PROJECTS), DEPLOY / "base", *PIPELINE_SERVERS]
 """Every folder that `oc apply -k` is given."""
 
 
@@ -149,6 +152,7 @@ def test_every_document_has_a_kind_and_no_image_is_tagged_latest(path: Path) -> 
 # ---- fields -----------------------------------------------------------------------------------------
 
 RBAC = "rbac.authorization.k8s.io/v1"
+PIPELINE_SERVER = "DataSciencePipelinesApplication"
 MODELS = {
     ("v1", "PersistentVolumeClaim"): "V1PersistentVolumeClaim",
     ("v1", "ServiceAccount"): "V1ServiceAccount",
@@ -175,6 +179,20 @@ DESCRIPTIONS: dict[tuple[str, str], dict[str, Any]] = {
         "failedBuildsHistoryLimit": int,
     },
     ("kueue.x-k8s.io/v1beta1", "LocalQueue"): {"clusterQueue!": str},
+    # opendatahub-io/data-science-pipelines-operator, api/v1/dspipeline_types.go
+    ("datasciencepipelinesapplications.opendatahub.io/v1", "DataSciencePipelinesApplication"): {
+        "dspVersion": str,
+        "objectStorage!": {
+            "externalStorage": {
+                "host!": str,
+                "bucket!": str,
+                "scheme!": str,
+                "region": str,
+                "s3CredentialsSecret!": {"secretName!": str, "accessKey!": str, "secretKey!": str},
+            },
+            "minio": {"image!": str, "pvcSize": str},
+        },
+    },
 }
 """The fields that deploy/ uses of kinds that the `kubernetes` package does not model."""
 
@@ -229,11 +247,14 @@ def test_all_fields_are_known_and_none_is_missing(manifests: list[Manifest]) -> 
         ("BuildConfig", lambda m: m["spec"]["strategy"]["dockerStrategy"].update(dockerfile="x"), "unknown field"),
         ("ImageStream", lambda m: m["spec"]["tags"][0].update(name=0.1), "must be str"),
         ("LocalQueue", lambda m: m["spec"].clear(), "Required value"),
+        (PIPELINE_SERVER, lambda m: m["spec"].update(storage={}), "unknown field"),
+        (PIPELINE_SERVER, lambda m: m["spec"]["objectStorage"]["minio"].pop("image"), "Required value"),
     ],
-    ids=["claim", "policy", "binding", "build", "stream", "queue"],
+    ids=["claim", "policy", "binding", "build", "stream", "queue", "server", "server without image"],
 )
 def test_the_field_check_refuses(kind: str, change: Callable[[Manifest], None], message: str) -> None:
-    manifest = of_kind(render(OWN_PROJECT) + render(OWN_PROJECT / "cluster-admin"), kind)[0]
+    folders = (OWN_PROJECT, OWN_PROJECT / "cluster-admin", PIPELINE_SERVERS[-1])
+    manifest = of_kind([manifest for folder in folders for manifest in render(folder)], kind)[0]
     change(manifest)
     with pytest.raises((Refused, ValueError), match=message):
         check_manifest(manifest)
@@ -289,6 +310,15 @@ def test_the_claims_are_those_of_the_recipes_and_several_nodes_can_write(folder:
         assert claim["spec"]["storageClassName"] == PROJECTS[folder][1]
 
 
+def test_a_pipeline_server_has_one_store_and_the_account_that_deploy_names() -> None:
+    """The operator takes externalStorage where both are given: controllers/dspipeline_params.go, SetupObjectParams."""
+    for folder, store in zip(PIPELINE_SERVERS, ("externalStorage", "minio"), strict=True):
+        [server] = of_kind(render(folder), PIPELINE_SERVER)
+        assert set(server["spec"]["objectStorage"]) == {store}
+        assert f"{RUNNER}-{server['metadata']['name']}" == PROJECTS[DEPLOY][2]
+        assert "namespace" not in server["metadata"]  # that of the login
+
+
 def test_the_images_are_built_and_found_by_their_short_names() -> None:
     manifests = render(DEPLOY)
     outputs = [build["spec"]["output"]["to"] for build in of_kind(manifests, "BuildConfig")]
@@ -335,6 +365,7 @@ def test_roles_grant_exactly_what_is_needed() -> None:
             "/pods": {"get", "list"}, "/pods/log": {"get"}, "/events": {"list"},
             "/serviceaccounts": {"get"}, "/limitranges": {"list"}, "/resourcequotas": {"list"},
             "kueue.x-k8s.io/localqueues": {"get"}, "image.openshift.io/imagestreamtags": {"get"},
+            "argoproj.io/workflows": {"list"},
         },
         "tailtune-training-jobs": {
             "kubeflow.org/pytorchjobs": CLEAN_UP, "trainer.kubeflow.org/trainjobs": CLEAN_UP,
@@ -384,52 +415,6 @@ def test_the_network_policy_lets_only_training_pods_reach_training_pods(job: Job
     for build in of_kind(render(DEPLOY), "BuildConfig"):  # its pods get its labels
         assert not selects(spec["podSelector"], build["metadata"]["labels"])
     assert not selects(spec["podSelector"], {**labels, "app.kubernetes.io/component": "step"})
-
-
-VOLUME_TYPES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
-                "secret"}  # fmt: skip
-SECCOMP_TYPES = ("RuntimeDefault", "Localhost")
-SELINUX_TYPES = (None, "", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
-
-
-def violations(template: Manifest) -> list[str]:
-    """Return what violates the restricted Pod Security Standard.
-
-    See kubernetes.io/docs/concepts/security/pod-security-standards.
-    """
-    spec = template["spec"]
-    pod = spec.get("securityContext") or {}
-    broken_rules = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
-    broken_rules += [f"volume {v['name']}" for v in spec.get("volumes") or [] if not set(v) - {"name"} <= VOLUME_TYPES]
-    broken_rules += ["sysctls"] if pod.get("sysctls") else []  # the standard allows a few
-    kinds = ("containers", "initContainers", "ephemeralContainers")
-    containers = [container for kind in kinds for container in spec.get(kind) or []]
-    contexts = [container.get("securityContext") or {} for container in containers]
-    for context in (pod, *contexts):
-        selinux = context.get("seLinuxOptions") or {}
-        if selinux.get("type") not in SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
-            broken_rules.append("seLinuxOptions")
-        if (context.get("appArmorProfile") or {}).get("type") == "Unconfined":
-            broken_rules.append("appArmorProfile")
-        if (context.get("windowsOptions") or {}).get("hostProcess"):
-            broken_rules.append("hostProcess")
-        if context.get("runAsUser") == 0:
-            broken_rules.append("runAsUser")
-    for container, context in zip(containers, contexts, strict=True):
-        capabilities = context.get("capabilities") or {}
-        effective = {**pod, **context}
-        checks = {
-            "privileged": bool(context.get("privileged")),
-            "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is not False,
-            "capabilities.drop": "ALL" not in (capabilities.get("drop") or []),
-            "capabilities.add": not set(capabilities.get("add") or []) <= {"NET_BIND_SERVICE"},
-            "runAsNonRoot": effective.get("runAsNonRoot") is not True,
-            "seccompProfile": (effective.get("seccompProfile") or {}).get("type") not in SECCOMP_TYPES,
-            "procMount": context.get("procMount") not in (None, "Default"),
-            "hostPort": any(port.get("hostPort") for port in container.get("ports") or []),
-        }
-        broken_rules += [name for name, is_broken in checks.items() if is_broken]
-    return broken_rules
 
 
 @pytest.mark.parametrize("container", ["pytorch", "node"])

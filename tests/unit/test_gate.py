@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_recipe
+from conftest import tiny_recipe, write_rows
 
 from tailtune.errors import UserError
-from tailtune.gate import judge, judge_file, raise_verdict, verdict_lines, verdict_markdown
-from tailtune.recipe.schema import GateRule
+from tailtune.gate import check_data, judge, judge_file, raise_verdict, verdict_lines, verdict_markdown
+from tailtune.parquet.write import write_parquet
+from tailtune.recipe.load import load_recipe
+from tailtune.recipe.schema import GateRule, Recipe
+from tailtune.training_key import recipe_settings
 
 
 def rule(comparison: str = "<=", threshold: float = 1.0, metric: str = "loss") -> GateRule:
@@ -69,7 +72,9 @@ def test_a_failed_rule_gives_its_reason() -> None:
 
 # -- files -------------------------------------------------------------------------------------------
 
-PASSING = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5}
+PASSING = {
+    "answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.5, "answer_words_vs_base": 0.9,
+}  # fmt: skip
 
 
 def judge_text(tmp_path: Path, text: str | None) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def judge_text(tmp_path: Path, text: str | None) -> dict[str, Any]:
 )
 def test_a_file_that_cannot_be_judged_fails(tmp_path: Path, text: str | None, passed: bool) -> None:
     verdict = judge_text(tmp_path, text)
-    assert verdict["passed"] is passed and len(verdict["rules"]) == 3
+    assert verdict["passed"] is passed and len(verdict["rules"]) == 4
     assert json.loads((tmp_path / "verdict.json").read_text()) == verdict
 
 
@@ -127,3 +132,66 @@ def test_the_verdict_as_a_page_is_a_sound_table() -> None:
     assert lines[0] == "# Gate FAILED"
     assert lines[4] == "| loss | 0.5 | <= 1 | pass |  |"
     assert len(lines) == 6 and "a\\|b c" in lines[5] and "**FAIL**" in lines[5]
+
+
+# -- the data against what the recipe expects --------------------------------------------------------
+
+
+def expecting(*rules: tuple[str, str, float]) -> Recipe:
+    expect = [{"metric": metric, "comparison": comparison, "threshold": value} for metric, comparison, value in rules]
+    return tiny_recipe(expect=expect)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Answers of five words, without steps and warnings."""
+    return write_parquet(write_rows(tmp_path / "rows.jsonl"), tmp_path / "data", tiny_recipe().data).path
+
+
+def test_rows_that_teach_something_else_are_one_warning(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tailtune")
+    recipe = expecting(
+        ("answer_words", ">=", 60), ("answers_with_steps", "<", 0.5), ("answers_with_warnings", ">=", 0.2)
+    )
+    document = check_data(recipe, data, tmp_path / "check.json")
+    assert document["metrics"] == {"answer_words": 5, "answers_with_steps": 0, "answers_with_warnings": 0}
+    assert [rule["passed"] for rule in document["rules"]] == [False, True, False]
+    assert json.loads((tmp_path / "check.json").read_text()) == document
+    assert [(record.levelname, record.getMessage()) for record in caplog.records[-2:]] == [
+        ("INFO", "parquet: the rows teach words per answer 5, answers with numbered steps 0 %, "
+                 "answers with a warning 0 %"),
+        ("WARNING", "parquet: the recipe expects words per answer >= 60, answers with a warning >= 20 %; a model "
+                    "learns from its rows, whatever the prompt says: change the rows, the prompt or `expect`"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", [[], [("answer_words", "<", 10)]], ids=["none", "met"])
+def test_rows_as_expected_are_no_warning(
+    rules: list[tuple[str, str, float]], data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = check_data(expecting(*rules), data, tmp_path / "check.json")
+    assert [rule["passed"] for rule in document["rules"]] == [True] * len(rules)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_the_flagship_is_not_promoted_for_learning_to_be_brief() -> None:
+    """The prompt asks for thorough answers; from 190 words to the data's 23, a better loss is no promotion."""
+    verdict = judge(load_recipe("survival").gate, PASSING | {"answer_words_vs_base": 23 / 190})
+    assert [rule["metric"] for rule in verdict["rules"] if not rule["passed"]] == ["answer_words_vs_base"]
+
+
+def test_what_is_expected_is_no_setting_of_the_training() -> None:
+    """Else a run that has trained would refuse another expectation."""
+    with_it, without = expecting(("answer_words", ">=", 60)), expecting()
+    assert with_it.expect and recipe_settings(with_it) == recipe_settings(without)
+
+
+def test_only_metrics_of_texts_can_be_expected() -> None:
+    with pytest.raises(UserError, match="expect: metric 'answer_word' is not measured, did you mean 'answer_words'"):
+        expecting(("answer_word", ">=", 60))
+    with pytest.raises(
+        UserError, match=r"expect: metric 'tuned_token_accuracy' is not measured.*; measured: answer_words"
+    ):
+        expecting(("tuned_token_accuracy", ">=", 0.3))

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import tailtune
-from tailtune.fetch import dataset as fetch
+from tailtune.fetch import choice
 from tailtune.jobs.pods import CACHES
 from tailtune.provenance import git_commit
 
@@ -185,8 +185,8 @@ def test_copied_files_are_in_the_build_context_and_the_code_is_copied_last(image
 
 def test_the_embedded_data_file_is_where_fetch_looks() -> None:
     [copied] = [value for name, value in instructions("pipeline") if name == "COPY" and "${DATA}" in value]
-    assert f'"{copied.split()[-1].rstrip("/")}"' in inspect.getsource(fetch._embedded_file)
-    assert not fetch.DATA_FILE_NAME.search(arguments("pipeline")["DATA"]), "by default there is no data file"
+    assert f'"{copied.split()[-1].rstrip("/")}"' in inspect.getsource(choice._embedded_file)
+    assert not choice._is_data(arguments("pipeline")["DATA"]), "by default there is no data file"
 
 
 def test_the_trial_mounts_all_that_the_pipeline_imports() -> None:

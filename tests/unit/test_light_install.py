@@ -1,5 +1,6 @@
 """The default installation, without the extra `train`: enough for everything that runs on a cluster."""
 
+import gzip
 import json
 import os
 import re
@@ -139,8 +140,44 @@ def test_the_doctor_and_the_clean_up(light: Path, tmp_path: Path, monkeypatch: p
     assert [done.returncode for done in others] == [0, 0], [done.stderr for done in others]
 
 
+ROWS = '{"question": "Why?", "answer": "It burns."}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.jsonl", ROWS.encode()),
+        ("data.json", f"[{ROWS}]".encode()),
+        ("data.csv", b"question,answer\nWhy?,It burns.\n"),
+        ("data.jsonl.gz", gzip.compress(ROWS.encode(), mtime=0)),
+    ],
+)
+def test_files_are_inspected(name: str, content: bytes, light: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = run(light, "pipeline.py", "--inspect", name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{name}: 1 rows" in done.stdout and '    question: "{question}"\n' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("data.parquet", "reading Parquet"),
+        ("data.jsonl.zst", "reading data.jsonl.zst"),
+        ("hf://datasets/owner/name", "--inspect of an address"),
+    ],
+)
+def test_what_cannot_be_inspected_says_what_to_install(source: str, what: str, light: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").touch()
+    (tmp_path / "data.jsonl.zst").touch()
+    done = run(light, "pipeline.py", "--inspect", source, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {what} needs packages that are not installed")
+    assert INSTALL_TRAIN in done.stderr
+
+
 def test_a_verdict(light: Path, tmp_path: Path) -> None:
-    metrics = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.9}
+    metrics = {"answer_loss_vs_base": 0.5, "answer_loss_vs_unigram": 0.5, "tuned_token_accuracy": 0.9,
+               "answer_words_vs_base": 0.9}  # fmt: skip
     (tmp_path / "evaluation.json").write_text(json.dumps({"metrics": metrics}))
     done = run(light, "tailtune", "gate", "evaluation.json", "--recipe", "survival", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("gate passed"), done.stderr

@@ -29,10 +29,10 @@ from tailtune.recipe.load import (
 ROOT = Path(pipeline.__file__).parent
 STEPS = {
     "root": {"exit-handler-1", "stop-jobs"},
-    "exit-handler-1": {"resolve-recipe", "fetch-model", "fetch-dataset", "write-parquet", "condition-2"},
-    "condition-2": {"train-stage", "evaluate-model", "promotion-gate", "write-report", "condition-3"},
-    "condition-3": {"fail-if-rejected"},
-}
+    "exit-handler-1": {"resolve-recipe", "fetch-model", "fetch-dataset", "write-parquet", "train-stage",
+                       "evaluate-model", "promotion-gate", "write-report", "condition-2"},
+    "condition-2": {"fail-if-rejected"},
+}  # fmt: skip
 """Group → its tasks."""
 
 
@@ -126,23 +126,58 @@ def test_the_tasks_and_the_branches(specification: dict[str, Any]) -> None:
     assert end["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "and also when the rest has failed"
     steps = tasks(specification, "exit-handler-1")
     assert "dependentTasks" not in steps["resolve-recipe"]
-    assert steps["fetch-dataset"]["dependentTasks"] == ["resolve-recipe"]
-    for name in ("fetch-model", "write-parquet"):  # side by side, after the step that takes the run's directories
-        assert set(steps[name]["dependentTasks"]) == {"fetch-dataset", "resolve-recipe"}
-    assert set(steps["condition-2"]["dependentTasks"]) >= {"fetch-model", "write-parquet"}
-    new_data = steps["condition-2"]["triggerPolicy"]["condition"]
-    assert new_data == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
-    training = tasks(specification, "condition-2")
-    assert "promotion-gate" in training["write-report"]["dependentTasks"]
-    rejected = training["condition-3"]
+    for name in ("fetch-dataset", "fetch-model"):  # side by side
+        assert steps[name]["dependentTasks"] == ["resolve-recipe"]
+    assert set(steps["write-parquet"]["dependentTasks"]) == {"fetch-dataset", "resolve-recipe"}
+    assert set(steps["train-stage"]["dependentTasks"]) >= {"fetch-model", "write-parquet"}
+    assert "promotion-gate" in steps["write-report"]["dependentTasks"]
+    rejected = steps["condition-2"]
     assert rejected["taskInfo"]["name"] == "rejected" and "write-report" in rejected["dependentTasks"]
     condition = rejected["triggerPolicy"]["condition"]
     assert condition == "inputs.parameter_values['pipelinechannel--promotion-gate-Output'] == 'fail'"
 
 
+def test_only_a_run_that_may_end_without_new_data_has_a_condition_for_it(
+    specification: dict[str, Any], compiled_copy: Path, tmp_path: Path
+) -> None:
+    """Each condition is one more pod to wait for."""
+    survival = load_recipe("survival")
+    wanted = with_overrides(survival, {"data.skip_unchanged": True})
+    assert pipeline_cli.compiled_file(survival, survival, tmp_path) == compiled_copy / "survival.yaml"
+    path = pipeline_cli.compiled_file(survival, wanted, tmp_path)
+    assert path == tmp_path / "survival.yaml"
+    with_condition = next(yaml.safe_load_all(path.read_text()))
+    steps = tasks(with_condition, "exit-handler-1")
+    assert set(steps["condition-2"]["dependentTasks"]) >= {"fetch-model", "write-parquet"}
+    new_data = steps["condition-2"]["triggerPolicy"]["condition"]
+    assert new_data == "inputs.parameter_values['pipelinechannel--write-parquet-Output'] != ''"
+    assert {"train-stage", "write-report", "condition-3"} <= tasks(with_condition, "condition-2").keys()
+    for compiled, may_end in ((specification, False), (with_condition, True)):
+        inputs_of_step = tasks(compiled, "exit-handler-1")["write-parquet"]["inputs"]["parameters"]
+        assert inputs_of_step["may_end"]["runtimeValue"]["constant"] is may_end
+
+
 def tasks(specification: dict[str, Any], group: str) -> dict[str, Any]:
     component = specification["root"] if group == "root" else specification["components"][f"comp-{group}"]
     return dict(component["dag"]["tasks"])
+
+
+def test_every_parameter_that_a_task_or_its_pod_takes_is_one_of_its_group(
+    compiled: str, specification: dict[str, Any]
+) -> None:
+    """The server's driver fails otherwise, when the run comes to the task: kubeflow/pipelines,
+    backend/src/v2/driver/resolve.go, "parent DAG does not have input parameter"."""
+    platform = list(yaml.safe_load_all(compiled))[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    components = specification["components"]
+    for group, component in [("root", specification["root"]), *components.items()]:
+        has = component.get("inputDefinitions", {}).get("parameters", {}).keys()
+        for name, task in component.get("dag", {}).get("tasks", {}).items():
+            taken = list(task.get("inputs", {}).get("parameters", {}).values())
+            pod = platform.get(components[task["componentRef"]["name"]].get("executorLabel"), {})
+            taken += [volume["pvcNameParameter"] for volume in pod.get("pvcMount", [])]
+            taken += [volume["secretNameParameter"] for volume in pod.get("secretAsVolume", [])]
+            missing = {each["componentInputParameter"] for each in taken if "componentInputParameter" in each} - has
+            assert not missing, f"{name} in {group}"
 
 
 def test_the_parameters_default_to_the_recipe(specification: dict[str, Any]) -> None:
@@ -236,6 +271,16 @@ def test_nodes_and_queue_are_those_of_the_training_job_for_every_step(tmp_path: 
         assert labels == (None if step == "exec-stop-jobs" else {"kueue.x-k8s.io/queue-name": "tailtune"}), step
 
 
+def test_the_resources_of_a_stage_are_those_of_its_job_alone(compiled: str, tmp_path: Path) -> None:
+    own = {"memory": "40Gi", "cpu": 12, "queue": "large", "node_selector": {"pool": "b"}}
+    recipe = with_overrides(load_recipe("survival"), {"stages.0.resources": own})
+    pipeline_cli.compile_recipe(recipe, tmp_path / "own.yaml")
+    text = (tmp_path / "own.yaml").read_text()
+    assert container_resources(text) == container_resources(compiled)
+    platforms = [list(yaml.safe_load_all(each))[1] for each in (text, compiled)]
+    assert platforms[0] == platforms[1]
+
+
 def test_steps_that_may_lose_their_node_are_retried(specification: dict[str, Any]) -> None:
     everything = {name: task for group in STEPS for name, task in tasks(specification, group).items()}
     retried = {name for name, task in everything.items() if task.get("retryPolicy", {}).get("maxRetryCount")}
@@ -309,6 +354,13 @@ def test_dry_run_shows_parameters_as_the_dashboard_would() -> None:
     assert dry_run()["recipe"] == json.loads(load_recipe("survival").to_json())
 
 
+def test_dry_run_shows_the_resources_of_every_job() -> None:
+    shown = dry_run("-p", "stages.0.resources.memory=80Gi", "-p", "num_nodes=2")
+    resources = shown["recipe"]["resources"]
+    assert shown["jobs"] == {"sft": {**resources, "memory": "80Gi"}} and resources["memory"] == "20Gi"
+    assert shown["jobs"]["sft"]["num_nodes"] == 2
+
+
 def test_dry_run_with_local_shows_the_overlay() -> None:
     assert dry_run()["parameters"]["base_model"] == "HuggingFaceTB/SmolLM3-3B"
     assert dry_run("--local")["parameters"]["base_model"] == "small"
@@ -319,7 +371,7 @@ def test_paths_in_parameters_are_the_callers(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "rows.csv").write_text("")
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    shown = dry_run("-p", "data_source=rows.csv", "-p", "base_model=small")["parameters"]
+    shown = dry_run("--local", "-p", "data_source=rows.csv", "-p", "base_model=small")["parameters"]
     assert shown["data_source"] == str(tmp_path / "rows.csv")
     assert shown["base_model"] == "small", "the word, not the directory"
     assert dry_run("-p", "data_source=hf://datasets/a/b")["parameters"]["data_source"] == "hf://datasets/a/b"

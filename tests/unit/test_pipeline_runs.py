@@ -253,13 +253,23 @@ def test_a_terminated_run_was_cancelled_although_the_server_calls_it_failed(serv
 def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(server: Server, lines: list[str]) -> None:
     run = submit(server, state="RUNNING")
     del lines[:]
-    threading.Timer(2.0, server.runs[run].update, [{"state": "SUCCEEDED"}]).start()
-    answering = threading.Timer(0.3, server.statuses.extend, [[503, 500, 503]])
-    answering.start()
+
+    def fail_for_a_while() -> None:
+        wait_until_it_is_watched(server, run)
+        server.statuses.extend([503, 500, 503])
+        wait_for(lambda: not server.statuses)
+        server.runs[run]["state"] = "SUCCEEDED"
+
+    outage = threading.Thread(target=fail_for_a_while)
+    outage.start()
     assert invoke("--watch", run).exit_code == 0
+    outage.join()
     about_the_server = [line for line in lines if "server" in line]
     assert len(about_the_server) == 2
-    assert about_the_server[0] == "run: the pipeline server does not answer (503 Service Unavailable), trying again"
+    assert (
+        about_the_server[0]
+        == "run: the pipeline server does not answer (503 Service Unavailable), trying again for 600 s"
+    )
     assert about_the_server[1].startswith("run: the pipeline server answers again, after ")
 
 
@@ -270,23 +280,28 @@ def test_watching_goes_on_after_another_login(server: Server, kubernetes: Cluste
     run = submit(server, state="RUNNING")
 
     def log_in_again() -> None:
+        wait_until_it_is_watched(server, run)
+        server.token = "second-token"
         wait_for(lambda: any("the login has expired" in line for line in lines))
         kubernetes.token = server.token
         kubernetes.write_kubeconfig()
         server.runs[run]["state"] = "SUCCEEDED"
 
-    def expire() -> None:
-        server.token = "second-token"
-
-    threading.Timer(0.3, expire).start()
     person = threading.Thread(target=log_in_again)
     person.start()
     result = invoke("--watch", run)
     person.join()
     assert result.exit_code == 0, result.stderr
     about_the_server = [line for line in lines if "log" in line or "server" in line]
-    assert about_the_server[0] == "run: the login has expired; log in again with oc login, and the watching goes on"
+    assert (
+        about_the_server[0]
+        == "run: the login has expired; log in again with oc login within 12 hours, and watching continues"
+    )
     assert len(about_the_server) == 2 and "answers again" in about_the_server[1]
+
+
+def wait_until_it_is_watched(server: Server, run: str) -> None:
+    wait_for(lambda: server.requests.count(f"GET /apis/v2beta1/runs/{run}") >= 3)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -296,12 +311,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_timeout_says_how_to_go_on(server: Server) -> None:
+def test_the_timeout_says_how_to_continue(server: Server) -> None:
     run = submit(server, state="RUNNING")
     result = invoke("--watch", run, "--timeout", "0")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: the run has not ended after 0 s; python pipeline.py --watch {run} goes on watching\n"
+        f"error: the run has not ended after 0 s; continue with python pipeline.py --watch {run}\n"
     )
 
 
@@ -326,7 +341,7 @@ def test_a_step_that_waits_for_a_node_is_said_once(
     ("arguments", "words"),
     [(["--watch"], "--watch needs a RUN, --submit or --retry"), (["--follow"], "--follow needs --logs"),
      (["--submit", "--watch", "mine"], "give one of"), (["--status", "a", "--logs", "b"], "give one of"),
-     (["--export-job"], "--export-job needs --run-name")],
+     (["--export-job"], "--export-job needs --run-name"), (["--end-runs"], "--end-runs needs --unschedule")],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(server: Server, arguments: list[str], words: str) -> None:
     result = invoke(*arguments)
@@ -451,7 +466,8 @@ def test_the_runs_are_listed_once_when_schedules_are_removed(server: Server) -> 
 def test_the_exported_job_is_the_one_that_the_launcher_creates(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["-p", f"resources.job_kind={kind}", "-p", "resources.memory=7Gi", "-p", "queue=team"]
+    options = ["-p", f"resources.job_kind={kind}", "-p", "resources.memory=70Gi", "-p", "queue=team",
+               "-p", "stages.0.resources.num_nodes=2"]  # fmt: skip
     with cluster(tmp_path / "cluster") as kubernetes:
         kubernetes.install_trainer()
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))

@@ -56,6 +56,7 @@ def test_a_second_run_of_a_name_is_refused_while_the_first_is_active(server: Ser
         f"python pipeline.py --cancel {run}, choose another --run-name, or delete the run in the dashboard if its "
         "workflow is gone\n"
     )
+    assert invoke("--submit", "--run-name", "another").exit_code == 0
     server.runs[run]["state"] = "FAILED"
     assert invoke("--submit", "--run-name", "mine").exit_code == 0
 
@@ -89,9 +90,11 @@ def test_a_run_is_submitted_after_oc_login_and_nothing_else(tmp_path: Path, monk
         ("stages.0.trainer.warmup_step=10",
          "error: stages.0.trainer.warmup_step is not an argument of trl.SFTConfig, did you mean 'warmup_steps'?\n"),
         ("hardware.profile=B200", "error: hardware.profile 'B200' is not known; use auto or one of T4"),
+        ("ca_secret=ca-bundle", "error: ca_secret 'ca-bundle' is also the name of a volume that every pod has"),
+        ("workspace_pvc=my.claim", "error: recipe with workspace_pvc: cluster.workspace_claim: "),
     ],
 )  # fmt: skip
-def test_trainer_arguments_and_profile_are_checked_before_anything_is_uploaded(
+def test_bad_values_are_refused_before_anything_is_uploaded(
     server: Server, mode: list[str], parameter: str, message: str
 ) -> None:
     result = invoke(*mode, "-p", parameter)
@@ -102,7 +105,8 @@ def test_trainer_arguments_and_profile_are_checked_before_anything_is_uploaded(
 
 
 def test_the_same_file_is_one_version_another_file_is_a_new_one(server: Server, tmp_path: Path) -> None:
-    assert invoke("--submit").exit_code == invoke("--submit").exit_code == 0
+    for name in ("one", "two"):
+        assert invoke("--submit", "--run-name", name).exit_code == 0
     digest = hashlib.sha256(COMPILED.read_bytes()).hexdigest()[:8]
     client = pipeline_server.PipelineServer(pipeline_server.find_connection(None, None))
     other = tmp_path / "survival.yaml"
@@ -175,12 +179,22 @@ def test_a_schedule_is_not_deleted_while_its_run_is_in_progress(server: Server) 
     result = invoke("--unschedule", "a-schedule-with-a-long-name")
     assert result.exit_code == 0 and not server.lost and server.recurring[schedule]["status"] == "DISABLED"
     assert result.stderr.startswith(
-        f"schedule 'a-schedule-with-a-long-name' is disabled and starts no more runs; run {run} goes on. "
+        f"schedule 'a-schedule-with-a-long-name' is disabled and starts no more runs; run {run} continues. "
     )
     server.runs[run]["state"] = "SUCCEEDED"
     again = invoke("--unschedule", "a-schedule-with-a-long-name")
     assert again.stderr == "schedule 'a-schedule-with-a-long-name' deleted\n"
     assert not server.recurring and not server.lost and not server.terminated
+
+
+def test_a_run_that_the_schedule_has_just_started_is_not_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, _ = schedule_with_a_run(server)
+    server.runs.clear()
+    monkeypatch.setattr(pipeline_server, "SETTLE_SECONDS", 1.0)
+    server.report_seconds = 0.5
+    run = server.start_scheduled_run(schedule)
+    result = invoke("--unschedule", "a-schedule-with-a-long-name")
+    assert f"run {run} continues" in result.stderr and not server.lost and schedule in server.recurring
 
 
 def test_a_schedules_runs_are_ended_when_asked_to(
@@ -199,7 +213,7 @@ def test_a_changed_schedule_leaves_the_run_of_the_earlier_one(server: Server) ->
     earlier, run = schedule_with_a_run(server)
     changed = invoke("--schedule", "0 2 * * *", "--schedule-name", "a-schedule-with-a-long-name")
     assert changed.exit_code == 0 and not server.lost and not server.terminated
-    assert f"the earlier schedule is disabled; run {run} goes on, next to the new one's" in changed.stderr
+    assert f"the earlier schedule is disabled; run {run} continues, next to the new one's" in changed.stderr
     assert server.recurring.pop(earlier)["status"] == "DISABLED"
     (schedule,) = server.recurring.values()
     assert schedule["status"] == "ENABLED"
@@ -346,13 +360,13 @@ def test_images_and_gpu_are_parameters_of_the_run(server: Server, monkeypatch: p
     """The committed file serves every project and registry; `-p` and the registry's option mean the same."""
     committed = (ROOT / "compiled" / "survival.yaml").read_bytes()
     trainer = images.TRAINER
-    for arguments, expected in (
+    for number, (arguments, expected) in enumerate((
         ([], trainer),
         (["--image-registry", "quay.io/me"], f"quay.io/me/{trainer}"),
         (["-p", "trainer_image=quay.io/you/t:1"], "quay.io/you/t:1"),
         (["--image-registry", "quay.io/me", "-p", "trainer_image=quay.io/you/t:1"], "quay.io/you/t:1"),
-    ):
-        result = invoke("--submit", "-p", "gpu=", *arguments)
+    )):  # fmt: skip
+        result = invoke("--submit", "--run-name", f"run-{number}", "-p", "gpu=", *arguments)
         assert result.exit_code == 0, result.stderr
         parameters = list(server.runs.values())[-1]["runtime_config"]["parameters"]
         assert (parameters["trainer_image"], parameters["gpu"]) == (expected, "")
@@ -378,8 +392,9 @@ def test_overrides_belong_to_the_run_not_to_the_version(
     monkeypatch.chdir(tmp_path)
     recipe = json.loads(load_recipe("survival").to_json()) | {"name": "mine", "local": {}}
     Path("mine.json").write_text(json.dumps(recipe))
-    for arguments in (["-p", "epochs=1"], ["-p", "epochs=2"]):
-        assert invoke("--submit", "--recipe", "mine.json", *arguments).exit_code == 0
+    for epochs in ("1", "2"):
+        result = invoke("--submit", "--recipe", "mine.json", "--run-name", f"epochs-{epochs}", "-p", f"epochs={epochs}")
+        assert result.exit_code == 0, result.stderr
     assert len(server.versions) == 1, "the same file, so the same version"
     Path("mine.json").write_text(json.dumps({**recipe, "name": "survival", "seed": 1}))
     named = invoke("--submit", "--recipe", "mine.json")

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from conftest import as_written_before_train_weights, tiny_recipe
 from kubernetes_server import Server
+from launchers import make_job as pod_job
 
 from tailtune import resolve as resolve_module
 from tailtune.errors import UserError
+from tailtune.jobs.pods import pod_template
 from tailtune.jobs.train_step import make_job
 from tailtune.recipe.load import load_recipe, with_local_overlay, with_overrides
 from tailtune.recipe.schema import Recipe, without_secrets
-from tailtune.resolve import check_volume_names, claim_directories, resolve_run
+from tailtune.resolve import RESERVED_VOLUMES, check_volume_names, claim_directories, resolve_run
 from tailtune.run import MOUNTS, Run
 
 
@@ -52,6 +54,15 @@ def test_a_variable_of_the_ranks_is_part_of_the_runs_settings(tmp_path: Path, se
     assert run.recipe.stages[0].trainer["num_train_epochs"] == 9
     job = make_job(run, run.parquet_dir, tmp_path, tmp_path / "recipe.json")
     assert "EPOCHS" not in job.environment
+
+
+def test_a_local_run_is_on_one_node_in_every_stage(tmp_path: Path) -> None:
+    recipe = tiny_recipe(**{"stages.0.resources.num_nodes": 2}).to_json()
+    templates = [str(tmp_path / kind / "{run}") for kind in ("data", "models", "workspace")]
+    with pytest.raises(
+        UserError, match=r"num_nodes is 2, but this machine is one node; set stages\.0\.resources\.num_nodes=1"
+    ):
+        resolve_run(recipe, {"num_nodes": 1}, "mine", "", *templates, local=True)
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "two words", "x" * 101])
@@ -112,6 +123,16 @@ def test_a_second_run_of_a_name_waits_until_the_first_has_ended(tmp_path: Path, 
         start(tmp_path, "third")
     del server.workflows["second"]  # deleted with its schedule, or after its time to live
     assert start(tmp_path, "third").pipeline_run == "third"
+
+
+def test_an_account_that_may_not_see_other_runs_takes_over_and_says_so(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.workflows = {"first": "Running"}
+    server.allowed = [rule for rule in server.allowed if rule[2] != "workflows"]
+    start(tmp_path, "first")
+    assert start(tmp_path, "second").pipeline_run == "second"
+    assert "whether pipeline run first has ended is unknown (403 " in caplog.text
 
 
 @pytest.mark.parametrize("models_dir", ["TMP/elsewhere/{run}", "TMP/models", "TMP/models/shared", "TMP/models/{run}/x"])
@@ -196,6 +217,13 @@ def test_names_that_clash_in_a_steps_pod_are_refused(overrides: dict[str, str], 
         check_volume_names(tiny_recipe(**overrides).cluster)
 
 
+def test_the_volumes_of_every_training_pod_are_reserved() -> None:
+    job = pod_job("long")
+    assert job.pod
+    own = {volume["name"] for volume in pod_template(job, "main")["spec"]["volumes"]} - {n for n, _ in job.pod.volumes}
+    assert own and own <= RESERVED_VOLUMES
+
+
 def test_the_claims_may_be_one_claim() -> None:
     check_volume_names(tiny_recipe(**dict.fromkeys(("training_data_pvc", "trained_models_pvc"), "one")).cluster)
     check_volume_names(tiny_recipe().cluster)
@@ -204,3 +232,18 @@ def test_the_claims_may_be_one_claim() -> None:
 def test_a_run_with_the_former_default_of_a_secret_goes_on(tmp_path: Path) -> None:
     run = resolve(tmp_path, ca_secret="ca-bundle")
     assert Run.from_json(run.run_path.read_text()).recipe.cluster.ca_secret == "ca-bundle"
+
+
+def test_a_run_in_progress_is_named_before_other_settings(tmp_path: Path, server: Server) -> None:
+    """The remedy for other settings is to delete the directories, which a run in progress uses."""
+    server.workflows = {"first": "Running"}
+    run = start(tmp_path, "first")
+    checkpoint = run.models_dir / "checkpoints" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "complete.json").write_text("{}")
+    with pytest.raises(UserError, match="run 'mine' is already in progress, as pipeline run first"):
+        start(tmp_path, "second", learning_rate=0.5)
+    server.workflows = {"first": "Failed"}
+    with pytest.raises(UserError, match=r"trained with other settings: .*learning_rate"):
+        start(tmp_path, "second", learning_rate=0.5)
+    assert json.loads(run.owner_path.read_text())["pipeline_run"] == "first", "whose job may still train"

@@ -16,13 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import kubernetes_server
 import pytest
+import yaml
 from click.testing import CliRunner
 from dashboard_server import dashboard
 from kubernetes.client import ApiClient
 from kubernetes_server import StepPod, cluster
 from printed_texts import is_printed, literals
-from test_deploy import DEPLOY, documents, of_kind, render, violations
+from test_deploy import DEPLOY, PIPELINE_SERVERS, change, check_manifest, documents, of_kind, render, violations
 
 import pipeline
 import pipeline_cli
@@ -30,6 +32,7 @@ import pipeline_runs
 import pipeline_server
 import tailtune.cli
 from tailtune import images
+from tailtune.doctor.cluster import RUNNER
 from tailtune.gate import verdict_lines
 from tailtune.jobs import pytorchjob, trainjob
 from tailtune.jobs.job import job_name
@@ -153,7 +156,8 @@ def test_the_commands_of_the_pages_are_found() -> None:
     assert ("pipeline.py", ("--submit", "--run-name", "first", *short)) in calls(RUNBOOK)
 
 
-OPTIONS_OF_OTHERS = {"--insecure-skip-tls-verify", "--from-file", "--build-arg", "--cluster", "--cluster-parameter"}
+OPTIONS_OF_OTHERS = {"--insecure-skip-tls-verify", "--from-file", "--build-arg", "--cluster", "--cluster-parameter",
+                     "--driver", "--max-log-requests"}  # fmt: skip
 
 
 @every_page
@@ -180,21 +184,22 @@ def survival() -> Recipe:
 
 @every_page
 def test_every_parameter_is_accepted(page: Path) -> None:
-    lines = [line for line in typed_lines(page) if line.startswith("-p ") or PROGRAM.search(line)]
-    pairs = {
-        pair.strip("'").rstrip(")") for line in lines for pair in re.findall(r"(?:^|\s)-p ('[^']+'|[\w.]+=\S*)", line)
-    }
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if pair in REFUSED:
-            with pytest.raises(ValueError, match="did you mean"):
-                with_overrides(survival(), parse_parameters([pair]))
-        elif "…" in value:
-            assert key_exists(key), f"{page.name}: -p {pair}"
-        else:
-            recipe = with_overrides(survival(), parse_parameters([pair]))
-            if ".trainer." in key:
-                check_trainer_arguments(recipe)
+    lines = {line for line in typed_lines(page) if line.startswith("-p ") or PROGRAM.search(line)}
+    together = {tuple(re.findall(r"(?:^|\s)-p ('[^']+'|[\w.]+=\S*)", line)) for line in lines}
+    for pairs in together:
+        given = []
+        for pair in (each.strip("'").rstrip(")") for each in pairs):
+            key, _, value = pair.partition("=")
+            if pair in REFUSED:
+                with pytest.raises(ValueError, match="did you mean"):
+                    with_overrides(survival(), parse_parameters([pair]))
+            elif "…" in value:
+                assert key_exists(key), f"{page.name}: -p {pair}"
+            else:
+                given.append(pair)
+        recipe = with_overrides(survival(), parse_parameters(given))
+        if any(".trainer." in pair for pair in given):
+            check_trainer_arguments(recipe)
 
 
 def key_exists(key: str) -> bool:
@@ -228,7 +233,7 @@ def test_every_file_exists(page: Path) -> None:
             continue  # the reader's own
         named = ROOT / path
         assert named.exists() or list(named.parent.glob(f"{named.name}-*")), f"{page.name}: {path}"
-    for folder in re.findall(r"oc (?:apply|delete) -k (\S+)", text):
+    for folder in re.findall(r"(?:oc|kubectl) (?:apply|delete) -k ([a-z]\S+)", text):
         assert "PROJECT" in folder or (ROOT / folder / "kustomization.yaml").is_file(), folder
     for file in re.findall(r"oc (?:apply|delete) -f (\S+)", text):
         assert (ROOT / file).is_file(), file
@@ -306,7 +311,7 @@ def labels(make_run: Callable[..., Run]) -> dict[str, set[str]]:
     run = make_run("first").model_copy(update={"local": False})
     job = make_job(run, run.parquet_dir, run.base_model_dir, run.models_dir / "recipe.json")
     values: dict[str, set[str]] = {name: {value} for name, value in job.labels.items()}
-    values["tailtune.io/run"] |= {"second"}  # any name that a run may have
+    values["tailtune.io/run"] |= {"second", "third"}  # any name that a run may have
     values[pytorchjob.POD_SELECTOR.split("=")[0]] = values[trainjob.POD_SELECTOR.split("=")[0]] = set()
     for document in manifests():
         added = [entry["pairs"] for entry in document.get("labels", [])]
@@ -333,7 +338,7 @@ def test_every_claim_object_container_and_project_is_ours(page: Path) -> None:
     assert set(re.findall(r"\b[a-z-]+-pvc\b", text)) <= claims <= made
     assert set(re.findall(r"(?<![\w/.])tailtune-[a-z]+", text)) <= {*made, ClusterNames().ca_secret}
     assert set(re.findall(r"oc exec .* -c (\w+)", text)) <= {pytorchjob.CONTAINER, trainjob.CONTAINER}
-    assert set(re.findall(r"oc project (\S+)", text)) <= {NAMESPACE}
+    assert set(re.findall(r"oc (?:new-)?project ([a-z]\S+)", text)) <= {NAMESPACE}
     for name in re.findall(r"first-[a-z]+-[0-9a-f]{8}", text):
         assert name == job_name("first", survival().stages[0].name)
     for path in re.findall(r"/shared/\w+", text):
@@ -366,6 +371,49 @@ def test_the_inspect_pod_is_a_restricted_pod_on_the_same_volumes_and_image() -> 
     assert not policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
 
 
+COMPONENTS = {"dashboard", "workbenches", "aipipelines", "kserve", "kueue", "ray", "trustyai", "modelregistry",
+              "trainingoperator", "feastoperator", "trainer"}  # fmt: skip
+"""Of a DataScienceCluster: opendatahub-io/opendatahub-operator, api/datasciencecluster/v2."""
+
+
+def test_the_components_that_are_to_be_enabled_exist() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    (patch,) = re.findall(r"oc patch datasciencecluster default-dsc --type=merge -p '(.+?)'", text, re.DOTALL)
+    components = json.loads(patch)["spec"]["components"]
+    assert set(components) <= COMPONENTS
+    assert all(component == {"managementState": "Managed"} for component in components.values())
+    awaited = re.findall(r"--for=condition=(\w+)Ready datasciencecluster/default-dsc", text)
+    assert {name.lower() for name in awaited} == set(components)
+    doctor = (ROOT / "tailtune" / "doctor" / "cluster.py").read_text(encoding="utf-8")
+    named = re.findall(r"enable the (.+?): oc edit datasciencecluster", doctor)
+    assert len(named) == 3
+    assert set(re.findall(r"\w+", " ".join(named))) - {"component", "or"} <= COMPONENTS
+
+
+def test_the_secrets_have_the_names_and_keys_that_are_looked_for() -> None:
+    [server] = render(PIPELINE_SERVERS[0])
+    store, names = server["spec"]["objectStorage"]["externalStorage"]["s3CredentialsSecret"], ClusterNames()
+    keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    expected = {store["secretName"]: {store["accessKey"], store["secretKey"]}, names.hf_secret: {"token"},
+                names.s3_secret: keys, names.ca_secret: {"ca-bundle.crt"}}  # fmt: skip
+    created = {}
+    for line in typed_lines(RUNBOOK):
+        for name, options in re.findall(r"oc create secret generic (\S+)((?: --from-\w+=\S+)+)", line):
+            created[name] = set(re.findall(r"--from-\w+=([\w.-]+)", options))
+    assert created == expected
+
+
+def test_the_patch_for_volumes_on_one_node_fits_the_claims() -> None:
+    (block,) = [block for language, block in code_blocks(RUNBOOK) if language == "yaml"]
+    (line,) = [line for line in (DEPLOY / "project/kustomization.yaml").read_text().splitlines() if "op: add" in line]
+    assert block.startswith(line.split("op:")[0]), "indented as its neighbour"
+    for claim in of_kind(render(DEPLOY), "PersistentVolumeClaim"):
+        for operation in yaml.safe_load(block):
+            change(claim, operation)
+        check_manifest(claim)
+        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
 # ---- what you should see ----------------------------------------------------------------------------
 
 
@@ -391,6 +439,39 @@ def test_the_doctor_prints_what_the_runbook_shows(tmp_path: Path, monkeypatch: p
     on_a_gpu = {line for line in shown if "gpu" in line}  # this machine may have one
     assert set(shown) - on_a_gpu <= printed
     assert len(shown) == len(result.stdout.splitlines()), "the runbook shows every check"
+
+
+def test_the_doctor_finds_nothing_that_would_stop_the_tiny_run_on_plain_kubernetes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = [line for line in typed_lines(RUNBOOK) if line.startswith("export TAILTUNE_ENDPOINT=")]
+    for name, value in (word.split("=", 1) for word in shlex.split(line)[1:]):
+        monkeypatch.setenv(name, value)
+    options = [[*arguments] for _, arguments in calls(RUNBOOK) if "gpu=" in arguments and "-p" in arguments]
+    doctor, submit = (next(each for each in options if each[0] == first)[1:] for first in ("doctor", "--submit"))
+    assert set(doctor) <= set(submit), "the doctor is asked about the run that follows"
+    with cluster(tmp_path / "server") as server:
+        server.log_in(("*", "*", "*"))
+        server.groups = ["kubeflow.org", "authorization.k8s.io"]
+        monkeypatch.setattr(kubernetes_server, "RUNNER", RUNNER)
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        result = CliRunner().invoke(tailtune.cli.main, ["doctor", *doctor])
+    assert "? pipeline server" in result.stdout and result.exit_code == 0, result.stdout
+
+
+def test_the_doctor_accepts_what_the_runbook_says_about_volumes_on_one_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (selector,) = {span for span in spans(RUNBOOK) if span.startswith("-p 'resources.node_selector=")}
+    with cluster(tmp_path / "server") as server:
+        server.log_in(("*", "*", "*"))
+        server.access_mode = "ReadWriteOnce"
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        for options, is_accepted in ([], False), (shlex.split(selector), True):
+            result = CliRunner().invoke(tailtune.cli.main, ["doctor", "--json", "-p", "num_nodes=1", *options])
+            findings = [each for each in json.loads(result.stdout) if each["check"].startswith("volume")]
+            assert len(findings) == 3
+            assert {each["status"] for each in findings} == {"ok" if is_accepted else "blocks"}, findings
 
 
 def test_submitting_and_scheduling_print_what_the_runbook_shows(
@@ -431,8 +512,9 @@ def test_the_commands_for_runs_print_what_the_runbook_shows(tmp_path: Path, monk
         (first,) = server.runs
         earlier = (datetime.now(UTC) - timedelta(minutes=14)).isoformat()
         server.runs[first] |= {"state": "FAILED", "created_at": earlier}
-        server.steps[first] = {"resolve-recipe": "Succeeded", "fetch-model": "Failed", "fetch-dataset": "Succeeded",
-                               "train-stage": "Omitted", "stop-jobs": "Succeeded"}  # fmt: skip
+        server.steps[first] = {"resolve-recipe": "Succeeded", "fetch-dataset": "Succeeded", "fetch-model": "Failed",
+                               "write-parquet": "Succeeded", "train-stage": "Omitted",
+                               "stop-jobs": "Succeeded"}  # fmt: skip
         end = {"exitCode": 137, "reason": "OOMKilled"}
         kubernetes.pods_of_steps.append(StepPod(first, "fetch-model", 3, [], end=end))
         run("--submit", "--run-name", "second")
@@ -469,8 +551,12 @@ OF_OTHERS = set(
     "already exists |"
     'persistentvolumeclaim "…" not found | Multi-Attach error | No space left on device | Permission denied | Killed |'
     "error: You must be logged in | Unauthorized | Forbidden | Connection refused | timed out | WaitForFirstConsumer |"
-    'RWX | Running | nvidia.com/gpu: "1" | secret/huggingface-token created | ocs-storagecluster-cephfs | cephfs |'
-    "nfs | efs | rbd | gp3 | ebs | rm -r | open | TAG | dir: |"
+    'RWX | Running | nvidia.com/gpu: "1" | secret/huggingface-token created | ocs-storagecluster-cephfs |'
+    "rm -r | open | TAG | dir: | yes | <none> | standard | Ready | Removed | 0.1.0-fcd0bdac | Unmanaged |"
+    "TrainerReady | TrainingOperatorReady |"
+    "openshift-storage.cephfs.csi.ceph.com | efs.csi.aws.com | file.csi.azure.com | filestore.csi.storage.gke.io |"
+    "nfs.csi.k8s.io | openshift-storage.rbd.csi.ceph.com | ebs.csi.aws.com | disk.csi.azure.com |"
+    "pd.csi.storage.gke.io |"
     # libraries, planned recipes
     "SFTTrainer | Trainer | alpha | venv | PIP_INDEX_URL | lyrics | resnet18 | gemma | llama7b |"
     # the reader's own, and examples
@@ -481,7 +567,7 @@ OF_OTHERS = set(
 )  # fmt: skip
 """Code spans and parts of messages that do not come from tailtune."""
 PROGRAMS = re.compile(
-    r"(oc|make|python3?|pipeline\.py|tailtune|git|ls|bash|export|read|podman|skopeo|tensorboard|nvidia-smi|xdg-open"
+    r"(oc|kubectl|minikube|make|python3?|pipeline\.py|tailtune|git|ls|bash|export|read|podman|skopeo|tensorboard|nvidia-smi|xdg-open"
     r"|BUILD_FLAGS)(?![-\w/.])"
 )
 ADDRESS = re.compile(r"[a-z0-9]+://\S*|/(?:tmp|opt|shared)\b\S*|runs/\S*|\.venv|\*/requirements.txt")
@@ -586,8 +672,12 @@ def test_decision_2_counts_the_run_parameters() -> None:
 
 
 def test_steps_are_numbered_in_order_and_have_all_four_parts() -> None:
-    steps = re.split(r"^## Step (?=\d)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    assert [int(step.split(":")[0]) for step in steps] == list(range(1, len(steps) + 1))
+    steps = re.split(r"^## Step (?=\w+:)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    names = [step.split(":")[0] for step in steps]
+    numbers, letters = ([name for name in names if name.isdigit() == wanted] for wanted in (True, False))
+    assert names == [*letters, *numbers] and len(letters) > 5  # part 0 comes first
+    assert numbers == [str(number + 1) for number in range(len(numbers))]
+    assert letters == [chr(ord("A") + number) for number in range(len(letters))]
     for step in steps:
         title, _, section = re.split(r"^#+ ", step, maxsplit=1, flags=re.MULTILINE)[0].partition("\n")
         for part in ("**You should see**", "**Why.**", "**If it does not work**"):

@@ -1,10 +1,12 @@
 """A schedule remembers its last promoted run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import write_rows
 
+from components.write_parquet import write_parquet as step
 from tailtune.files import read_json
 from tailtune.manifest import publish
 from tailtune.parquet.write import write_parquet
@@ -91,3 +93,18 @@ def test_two_schedules_of_a_recipe_keep_their_own_records(tmp_path: Path, rows: 
     other = make_run(tmp_path, "other", rows, epochs=9)
     record_promotion(other, passed=True)
     assert unchanged_since(make_run(tmp_path, "tuesday", rows)) is not None
+
+
+@pytest.mark.parametrize("may_end", [True, False])
+def test_a_pipeline_without_the_condition_trains_again(
+    tmp_path: Path, rows: Path, promoted: Run, caplog: pytest.LogCaptureFixture, may_end: bool
+) -> None:
+    """As when somebody edits the recipe in the dashboard: an empty directory would fail the next step."""
+    caplog.set_level("INFO", "tailtune")
+    run = make_run(tmp_path, "tuesday", rows)
+    facts = SimpleNamespace(log_metric=lambda name, value: None)
+    note = SimpleNamespace(path=str(tmp_path / "note.md"))
+    directory = step.python_func(run.to_json(), str(rows), may_end, facts, note)
+    assert directory == ("" if may_end else str(run.parquet_dir))
+    message = "parquet: the pipeline was compiled without data.skip_unchanged, so the run goes on in any case"
+    assert (message in caplog.messages) is not may_end

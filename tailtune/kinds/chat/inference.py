@@ -11,11 +11,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     TextStreamer,
 )
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from tailtune.kinds.chat.config import Generation, Prompt
-from tailtune.kinds.chat.prompt import encode_question, freeze_chat_template
-from tailtune.train.weights import explain_unreadable, load_causal_lm
+from tailtune.kinds.chat.prompt import Message, encode_question, freeze_chat_template, question_messages
+from tailtune.progress import Progress
+from tailtune.train.weights import OWN_FILES_ONLY, explain_unreadable, load_causal_lm
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,16 @@ class ChatModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
+    @property
+    def name(self) -> str:
+        """Name of the model's directory."""
+        return Path(self.model.name_or_path).name
+
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with the frozen chat template. Raises UserError when there is none."""
     with explain_unreadable(directory):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **OWN_FILES_ONLY)
     freeze_chat_template(tokenizer)
     return tokenizer
 
@@ -59,33 +66,62 @@ class Answers:
 
 
 @torch.inference_mode()
-def answer(chat: ChatModel, prompt: Prompt, questions: list[str], generation: Generation, batch_size: int) -> Answers:
-    """Generate greedy answers to questions, in batches with left padding."""
+def answer(
+    chat: ChatModel,
+    questions: list[list[Message]],
+    generation: Generation,
+    batch_size: int,
+    step: str = "evaluate",
+) -> Answers:
+    """Generate greedy answers in batches with left padding. A question is all messages before the answer.
+
+    `step` is the pipeline's step that asks.
+    """
     tokenizer = chat.tokenizer
     texts: list[str] = []
     num_tokens = 0
     start = time.perf_counter()
-    for first in range(0, len(questions), batch_size):
-        batch = [encode_question(tokenizer, prompt, q) for q in questions[first : first + batch_size]]
-        inputs = tokenizer.pad({"input_ids": batch}, return_tensors="pt").to(chat.model.device)
-        output = chat.model.generate(**inputs, **generation_arguments(generation))
-        new = output[:, inputs["input_ids"].shape[1] :]
-        num_tokens += int((new != tokenizer.pad_token_id).sum())
-        texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    with Progress(f"{step}: {chat.name}, answer", len(questions), "answers") as progress:
+        for first in range(0, len(questions), batch_size):
+            batch = [encode_question(tokenizer, messages) for messages in questions[first : first + batch_size]]
+            inputs = tokenizer.pad({"input_ids": batch}, return_tensors="pt").to(chat.model.device)
+            counter = _AnswerCounter(progress, len(batch) / generation.max_new_tokens)
+            output = chat.model.generate(**inputs, **generation_arguments(generation), streamer=counter)
+            new = output[:, inputs["input_ids"].shape[1] :]
+            num_tokens += int((new != tokenizer.pad_token_id).sum())
+            texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+            progress.done = len(texts)
     return Answers(texts, num_tokens, time.perf_counter() - start)
+
+
+class _AnswerCounter(BaseStreamer):
+    """Counts the parts of answers that a batch's tokens are, as if each answer had all tokens that it may have."""
+
+    def __init__(self, progress: Progress, answers_per_token: float) -> None:
+        self.progress, self.answers_per_token = progress, answers_per_token
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.ndim == 1:  # not the prompts, which come first
+            self.progress.update(self.answers_per_token)
+
+    def end(self) -> None:
+        """The batch has ended, and `answer` counts its answers."""
 
 
 @torch.inference_mode()
 def stream_answer(chat: ChatModel, prompt: Prompt, question: str, generation: Generation) -> None:
     """Print one answer to stdout, word by word."""
-    ids = torch.tensor([encode_question(chat.tokenizer, prompt, question)], device=chat.model.device)
+    messages = question_messages(prompt, question)
+    ids = torch.tensor([encode_question(chat.tokenizer, messages)], device=chat.model.device)
     streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    chat.model.generate(
+    output = chat.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         streamer=streamer,
         **generation_arguments(generation),
     )
+    if not chat.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip():
+        print("(empty answer)")
 
 
 def generation_arguments(generation: Generation) -> dict[str, object]:

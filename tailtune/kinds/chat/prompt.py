@@ -1,11 +1,14 @@
-"""One prompt for training, evaluation, `ask` and serving: the messages and a frozen chat template.
+"""One prompt for training, evaluation, `ask` and serving: a row's messages, a frozen chat template, and the labels.
 
 SmolLM3's own template writes today's date and a thinking marker, so a model that is trained today would get another
 prompt tomorrow. The frozen template is plain ChatML, the format on which SmolLM3's own one is based. It is saved with
 the tokenizer in `best_model/`.
 """
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +17,12 @@ from tailtune.config import fill_template
 from tailtune.errors import UserError
 from tailtune.kinds.chat.config import Prompt
 from tailtune.log import log
+from tailtune.train.tail.tokenized_rows import IGNORED
 
+Message = dict[str, str]
+"""`role` (system, user or assistant) and `content`."""
+
+CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}{% endfor %}"
@@ -30,6 +38,9 @@ PLAIN = (
 )
 """For tokenizers without ChatML's markers and without a template of their own."""
 
+CUT = "\ud800"
+"""Where a rendered conversation is cut before it is tokenised. No text contains it: UTF-8 has no lone surrogates."""
+
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer a template that renders the same text every day, and a pad token, in place.
@@ -40,9 +51,9 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     vocabulary = tokenizer.get_vocab()
     template = tokenizer.chat_template
-    if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary:
+    if all(marker in vocabulary for marker in CHATML_MARKERS):
         tokenizer.chat_template = CHATML
-        tokenizer.eos_token = "<|im_end|>"
+        tokenizer.eos_token = CHATML_MARKERS[1]
     elif not isinstance(template, str) or "strftime_now" in template or "date_string" in template:
         tokenizer.chat_template = PLAIN
         log.info(
@@ -58,47 +69,132 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def question_messages(prompt: Prompt, question: str) -> list[dict[str, str]]:
-    """The system and the user message of one question."""
-    return [{"role": "system", "content": prompt.system.strip()}, {"role": "user", "content": question}]
+def question_messages(prompt: Prompt, question: str) -> list[Message]:
+    """The system prompt, if there is one, and the user message of one question."""
+    return [*_system_messages(prompt), {"role": "user", "content": question}]
 
 
-def row_question(prompt: Prompt, row: Mapping[str, Any]) -> str:
-    """The question of a row, by the prompt's template."""
-    return fill_template(prompt.user, row)
+def row_messages(prompt: Prompt, row: Mapping[str, Any]) -> list[Message]:
+    """The conversation of a row: the last message, and every second one before it, is the assistant's.
+
+    Answers lose the white space at their beginning. It would become one token with the line break before it, which
+    a model that is asked has already read as a token of its own.
+    """
+    if prompt.messages is not None:
+        own = [_without_leading_space(message) for message in row[prompt.messages]]
+        return own if own[0]["role"] == "system" else [*_system_messages(prompt), *own]
+    question, answer = fill_template(prompt.user or "", row), fill_template(prompt.assistant or "", row)
+    return [*question_messages(prompt, question), {"role": "assistant", "content": answer.lstrip()}]
 
 
-def row_answer(prompt: Prompt, row: Mapping[str, Any]) -> str:
-    """The reference answer of a row, by the prompt's template."""
-    return fill_template(prompt.assistant, row)
+def _without_leading_space(message: Mapping[str, str]) -> Message:
+    role, content = message["role"], message["content"]
+    return {"role": role, "content": content.lstrip() if role == "assistant" else content}
 
 
-def training_example(prompt: Prompt, row: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """One row in TRL's prompt/completion form, for which TRL labels only the answer and needs no template markers."""
-    return {
-        "prompt": question_messages(prompt, row_question(prompt, row)),
-        "completion": [{"role": "assistant", "content": row_answer(prompt, row)}],
-    }
+def _system_messages(prompt: Prompt) -> list[Message]:
+    return [{"role": "system", "content": prompt.system.strip()}] if prompt.system else []
 
 
-def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, question: str) -> list[int]:
-    """Token ids up to and including the header of the assistant's turn."""
-    encoded = tokenizer.apply_chat_template(
-        question_messages(prompt, question), add_generation_prompt=True, return_dict=True
-    )
-    return list(encoded["input_ids"])
+def show_question(messages: list[Message]) -> str:
+    """The text of a conversation's user; with the assistant's answers between, where there are any."""
+    turns = [message for message in messages if message["role"] != "system"]
+    if len(turns) == 1:
+        return turns[0]["content"]
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
-def encode_row(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: Mapping[str, Any]
-) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and of its answer with the end mark, as the trainer sees them. Raises UserError."""
-    example = training_example(prompt, row)
-    question = encode_question(tokenizer, prompt, row_question(prompt, row))
-    whole = tokenizer.apply_chat_template(example["prompt"] + example["completion"], return_dict=True)["input_ids"]
-    if whole[: len(question)] != question:
-        raise UserError(
-            "the chat template renders the question differently when the answer follows",
-            "use a base model with ChatML markers, or with a template that renders both alike",
-        )
-    return question, list(whole[len(question) :])
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenised conversation."""
+
+    ids: list[int]
+    labels: list[int]
+    """The token ids of the assistant's turns, each with its end mark, and IGNORED elsewhere."""
+
+    @property
+    def question_length(self) -> int:
+        """Tokens before the first label."""
+        return next(position for position, label in enumerate(self.labels) if label != IGNORED)
+
+    @property
+    def answer_ids(self) -> list[int]:
+        return [label for label in self.labels if label != IGNORED]
+
+
+def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Token ids up to and including the header of the assistant's turn that follows the messages."""
+    return _tokenize(tokenizer, _render(tokenizer, _with_cuts(tokenizer, messages), asks=True))
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Encoded:
+    """Tokenise a conversation as one sequence, for training and for teacher-forced scores. Raises UserError.
+
+    The last message is the assistant's. What precedes each label is what the model sees when it answers at that point
+    of the conversation.
+    """
+    messages = _with_cuts(tokenizer, messages)
+    text = ""
+    ids: list[int] = []
+    labels: list[int] = []
+    first_char = first_token = 0  # of the last end mark: a special token, so what follows is tokenised on its own
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, answered = _render(tokenizer, messages[:number], asks=True), _render(tokenizer, messages[: number + 1])
+        if not (asked.startswith(text) and answered.startswith(asked)):
+            raise UserError(
+                "the chat template renders a question differently when the answer, or a further message, follows",
+                "use a base model with ChatML markers, or with a template that renders all alike",
+            )
+        asked_ids, answered_ids = (_tokenize(tokenizer, each[first_char:]) for each in (asked, answered))
+        known = ids[first_token:]
+        if asked_ids[: len(known)] != known or answered_ids[: len(asked_ids)] != asked_ids:
+            beginning = " ".join(message["content"].replace(CUT, "").split())[:60]
+            raise UserError(
+                f"the tokenizer joins the answer that begins with '{beginning}' with the text around it",
+                "change this answer, or use a base model with ChatML markers",
+            )
+        text, ids[first_token:] = answered, answered_ids
+        labels += [IGNORED] * (first_token + len(asked_ids) - len(labels)) + answered_ids[len(asked_ids) :]
+        if text.endswith(tokenizer.eos_token):
+            first_char, first_token = len(text) - len(tokenizer.eos_token), len(ids) - 1
+    return Encoded(ids, labels)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, asks: bool = False) -> str:
+    """The text of a conversation; `asks` adds the header of the assistant's turn that follows."""
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a rendered text, as of `apply_chat_template` where the text has no cuts."""
+    return [token for part in text.split(CUT) for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+
+
+def spells_special_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> bool:
+    """Whether a text of the conversation contains a special token, which is tokenised as text."""
+    beginning = _special_token_beginning(tokenizer)
+    return any(beginning.search(message["content"]) for message in messages)
+
+
+def _with_cuts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[Message]:
+    """The messages with a cut in every special token that their text spells, so that it is tokenised as text.
+
+    Otherwise a text with the marker of a turn would begin a turn, in training with a label.
+    """
+    beginning = _special_token_beginning(tokenizer)
+    return [message | {"content": beginning.sub(rf"\g<0>{CUT}", message["content"])} for message in messages]
+
+
+@lru_cache(maxsize=8)
+def _special_token_beginning(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Match the first character of each special token in a text."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special or token.content in CHATML_MARKERS}
+    return re.compile(f"(?={'|'.join(map(re.escape, special.union(tokenizer.all_special_tokens)))}).", re.DOTALL)
+
+
+def encode_row(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: Mapping[str, Any]) -> Encoded:
+    """Tokenise the conversation of a row. Raises UserError."""
+    return encode_messages(tokenizer, row_messages(prompt, row))

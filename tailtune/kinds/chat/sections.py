@@ -1,4 +1,4 @@
-"""The chat kind's part of the report: the demo questions, answered by base and tuned model."""
+"""The chat kind's part of the report: the demo questions, answered by base and tuned model, and how to load it."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ def write_demo(
     else:
         with uncollected():  # torch: seconds that a report without new answers does not need
             from tailtune.kinds.chat.inference import answer, load_chat_model
+            from tailtune.kinds.chat.prompt import question_messages
+        questions = [question_messages(prompt, question) for question in demo.questions]
         texts = {
-            side: answer(load_chat_model(path), prompt, demo.questions, generation, len(demo.questions)).texts
+            side: answer(load_chat_model(path), questions, generation, len(questions), "report").texts
             for side, path in (("base", base), ("tuned", tuned))
         }
         rows = [
@@ -41,6 +43,19 @@ def write_demo(
             write_text(partial / "answers.md", answers_markdown(rows))
         log.info("report: %d questions answered by base and tuned", len(rows))
     return dict(read_json(directory / "answers.json"))
+
+
+def loading_lines(prompt: Prompt, generation: Generation) -> list[str]:
+    """Three lines of Python that answer as the report does, next to the folder `best_model` and without tailtune."""
+    settings = {"do_sample": False, **generation.model_dump()}
+    arguments = "".join(f", {name}={value}" for name, value in settings.items())
+    system = '{"role": "system", "content": open("best_model/system_prompt.txt", encoding="utf-8").read()}, '
+    question = f'{system if prompt.system else ""}{{"role": "user", "content": "YOUR QUESTION"}}'
+    return [
+        "from transformers import pipeline",
+        f'chat = pipeline("text-generation", "best_model"{arguments})',
+        f'print(chat([{question}])[0]["generated_text"][-1]["content"])',
+    ]
 
 
 def answers_markdown(rows: list[dict[str, str]]) -> str:

@@ -1,21 +1,20 @@
-"""Supervised fine-tuning on questions and answers with TRL: tail training where it is exact, else the whole model."""
+"""Supervised fine-tuning on conversations with TRL: tail training where it is exact, else the whole model."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import datasets
-import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from tailtune.errors import UserError
-from tailtune.kinds.chat.config import Prompt
-from tailtune.kinds.chat.prompt import encode_row, freeze_chat_template, training_example
+from tailtune.kinds.chat.inference import load_tokenizer
+from tailtune.kinds.chat.prompt import Encoded, encode_messages, row_messages, spells_special_tokens
 from tailtune.log import log
 from tailtune.parquet.split import read_split
+from tailtune.progress import Progress, track
 from tailtune.train.arguments import sft_config
 from tailtune.train.callbacks import Metered
 from tailtune.train.hardware import HardwarePlan
@@ -28,16 +27,26 @@ from tailtune.train.weights import load_model, select_trainable
 def make_trainer(context: Context) -> Prepared:
     """Return the trainer of a chat stage. Raises UserError for rows or arguments that cannot be trained on."""
     recipe, stage, plan = context.recipe, context.stage, context.plan
-    tokenizer = AutoTokenizer.from_pretrained(context.paths.base_model, local_files_only=True)
-    freeze_chat_template(tokenizer)
-    train_rows, validation_rows = read_split(recipe, context.paths.data)
+    tokenizer = load_tokenizer(context.paths.base_model)
+    conversations = [
+        [row_messages(recipe.prompt, row) for row in rows.to_pylist()]
+        for rows in read_split(recipe, context.paths.data)
+    ]
+    train_rows, validation_rows = (
+        [encode_messages(tokenizer, each) for each in track(rows, "train: tokenizing row", "rows")]
+        for rows in conversations
+    )
     config = sft_config(
         recipe,
         stage,
         plan,
         output_dir=context.paths.checkpoints,
-        num_train_rows=train_rows.num_rows,
+        num_train_rows=len(train_rows),
         world_size=context.world_size,
+    )
+    num_truncated = sum(
+        count_truncated(rows, config.max_length, keep_end=config.truncation_mode == "keep_end")
+        for rows in (train_rows, validation_rows)
     )
     model = load_model(context.paths.base_model, plan, stage.train_weights)
     num_parameters = model.num_parameters()  # before untying adds the head's own copy
@@ -46,14 +55,14 @@ def make_trainer(context: Context) -> Prepared:
     full = FullModelTrainer(
         model=model,
         args=config,
-        train_dataset=conversations(recipe.prompt, train_rows),
-        eval_dataset=conversations(recipe.prompt, validation_rows),
+        train_dataset=tokenized(train_rows, stage.loss),
+        eval_dataset=tokenized(validation_rows, stage.loss),
         processing_class=tokenizer,
         callbacks=list(context.callbacks),
     )
     facts: dict[str, Any] = {
-        "num_train_rows": train_rows.num_rows,
-        "num_validation_rows": validation_rows.num_rows,
+        "num_train_rows": len(train_rows),
+        "num_validation_rows": len(validation_rows),
         "learning_rate": config.learning_rate,
         "num_train_epochs": config.num_train_epochs,
         "effective_batch_size": config.per_device_train_batch_size
@@ -62,8 +71,9 @@ def make_trainer(context: Context) -> Prepared:
         "num_parameters": num_parameters,
         "num_trainable_parameters": num_trainable,
         "trainable_share": num_trainable / num_parameters,
-        "num_truncated_rows": count_truncated(
-            tokenizer, recipe.prompt, train_rows, full.train_dataset["input_ids"], config.max_length
+        "num_truncated_rows": num_truncated,
+        "num_rows_with_special_tokens": sum(
+            spells_special_tokens(tokenizer, each) for rows in conversations for each in rows
         ),
     }
     if context.is_main_process:
@@ -85,7 +95,8 @@ def make_trainer(context: Context) -> Prepared:
 
     def save_companions(directory: Any) -> None:
         tokenizer.save_pretrained(directory)
-        (directory / "system_prompt.txt").write_text(recipe.prompt.system, encoding="utf-8")
+        if recipe.prompt.system:
+            (directory / "system_prompt.txt").write_text(recipe.prompt.system, encoding="utf-8")
 
     return Prepared(trainer, model, save_companions, facts, tail.facts["fill_seconds"] if tail else 0.0)
 
@@ -110,9 +121,12 @@ class FullModelTrainer(Metered, SFTTrainer):
             rows = datasets.concatenate_datasets([rows, filler])
         return super().get_eval_dataloader(rows)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader: DataLoader[Any], *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss sum, number of labels
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with Progress("train: evaluating batch", len(dataloader), "batches") as self._evaluating:
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         loss_sum, num_labels = self.accelerator.reduce(self._evaluated).tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(num_labels, 1)
         return output
@@ -122,43 +136,36 @@ class FullModelTrainer(Metered, SFTTrainer):
         num_labels = (inputs["labels"][:, 1:] != IGNORED).sum()
         loss_sum = torch.where(num_labels > 0, loss.double() * num_labels, 0.0)  # the mean over no labels may be NaN
         self._evaluated += torch.stack([loss_sum, num_labels])
+        self._evaluating.update()
         return loss, logits, labels
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: TRL's names neither the base model nor the data, but the report does."""
 
 
-def conversations(prompt: Prompt, rows: pa.Table) -> datasets.Dataset:
-    """Return the rows as prompt and completion messages, which TRL tokenises."""
-    return datasets.Dataset.from_list([training_example(prompt, row) for row in rows.to_pylist()])
+def tokenized(rows: Sequence[Encoded], loss: str) -> datasets.Dataset:
+    """Return the rows with their labels, those of the answers or of all tokens; TRL only truncates such rows."""
+    labels = [row.labels if loss == "answer" else row.ids for row in rows]
+    return datasets.Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": labels})
 
 
-def count_truncated(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    rows: pa.Table,
-    prepared: Sequence[Sequence[int]],
-    max_length: int | None,
-) -> int:
-    """Count the rows that `max_length` truncates; `prepared` holds their tokens after TRL has truncated them.
+def count_truncated(rows: Sequence[Encoded], max_length: int | None, *, keep_end: bool = False) -> int:
+    """Count the rows that `max_length` truncates. Raises UserError when a row would lose its whole answer.
 
-    Raises UserError when a row would lose its whole answer.
+    Where the loss is on answers, TRL drops such rows without a word, from the validation rows too.
     """
     if max_length is None:
         return 0
-    if len(prepared) == rows.num_rows:  # otherwise TRL has dropped rows whose whole answer was cut off
-        rows = rows.filter(pa.array([len(ids) == max_length for ids in prepared], pa.bool_()))
-    count = 0
-    for row in rows.to_pylist():
-        question, answer = encode_row(tokenizer, prompt, row)
-        count += len(question) + len(answer) > max_length
-        if len(question) >= max_length:
+    truncated = [row for row in rows if len(row.ids) > max_length]
+    kept = slice(-max_length, None) if keep_end else slice(max_length)
+    for row in truncated:
+        if all(label == IGNORED for label in row.labels[kept][1:]):  # nothing predicts the first token
             raise UserError(
-                f"a question with its system prompt has {len(question)} tokens, which leaves no room for its answer "
-                f"in max_length {max_length}",
+                f"a question with its system prompt has {row.question_length} tokens, which leaves no room for its "
+                f"answer in max_length {max_length}",
                 "raise stages.0.trainer.max_length or shorten prompt.system",
             )
-    return count
+    return len(truncated)
 
 
 def log_plan(
@@ -177,4 +184,9 @@ def log_plan(
     if facts["num_truncated_rows"]:
         log.info(
             "train: %d rows are longer than max_length %d and are truncated", facts["num_truncated_rows"], max_length
+        )
+    if facts["num_rows_with_special_tokens"]:
+        log.info(
+            "train: %d rows spell special tokens of the model, such as <|im_end|>; they are trained on as text",
+            facts["num_rows_with_special_tokens"],
         )

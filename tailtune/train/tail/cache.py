@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 
 from tailtune.errors import UserError
 from tailtune.files import sha256_json
-from tailtune.log import log
+from tailtune.progress import track
 from tailtune.shared_cache import entry_directory, use_entry
 from tailtune.train.tail.decoder import SplitDecoder
 from tailtune.train.tail.layout import KeysAndValues, Layout, lay_out, to_tensor
@@ -30,7 +30,6 @@ from tailtune.train.tail.tokenized_rows import TokenizedRows
 SHARD_TOKENS = {"cpu": 2048}
 """Own tokens in a shard, which are computed at once; 16,384 on other devices."""
 DIGEST_BYTES = 8
-SECONDS_BETWEEN_LINES = 10.0
 SECONDS_TO_APPEAR = 60.0
 """How long to wait for a shard of another rank: a network file system may remember that it did not exist."""
 KEYS_PER_TOKEN = 32
@@ -145,17 +144,15 @@ class HiddenStateCache:
             self.directory.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 use_entry(self.root, self.key)
-        missing = [i for i in range(rank, len(self.shards), world_size) if not self._is_whole(i)]
+        of_rank = range(rank, len(self.shards), world_size)
+        missing = [i for i in track(of_rank, "tail: checking shard", "shards") if not self._is_whole(i)]
         if dist.is_initialized():  # an interrupted attempt may have left uneven shares
             missing = sorted(gather_object(missing))[rank::world_size]
-        start = last_line = time.monotonic()
+        start = time.monotonic()
         num_rows = 0
-        for num_done, i in enumerate(missing, 1):
+        for i in track(missing, "tail: frozen layers, token", "tokens", size=self._num_tokens.__getitem__):
             self._write(i, self.frozen_layers.own_hidden_states(self.shards[i].tolist()))
             num_rows += len(self.shards[i])
-            if rank == 0 and time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
-                last_line = time.monotonic()
-                log.info("tail: frozen layers computed for %d %% of this rank's rows", 100 * num_done // len(missing))
         self.fill_seconds = time.monotonic() - start
         if dist.is_initialized():
             dist.barrier()
@@ -171,7 +168,7 @@ class HiddenStateCache:
         Raises UserError when a shard of another rank does not appear.
         """
         deadline = time.monotonic() + SECONDS_TO_APPEAR
-        for i, num_tokens in enumerate(self._num_tokens):
+        for i, num_tokens in enumerate(track(self._num_tokens, "tail: opening shard", "shards")):
             while not self._path(i).is_file() and time.monotonic() < deadline:
                 time.sleep(1)
             if not self._path(i).is_file():

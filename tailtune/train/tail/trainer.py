@@ -19,6 +19,7 @@ from trl import SFTTrainer
 from tailtune.errors import one_line
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION
+from tailtune.progress import Progress
 from tailtune.recipe.schema import TailSettings
 from tailtune.train.tail.attention import CannotSplit
 from tailtune.train.tail.cache import FrozenLayers, HiddenStateCache, max_rows, tokens_at_once
@@ -100,12 +101,13 @@ class TailLoop(Trainer):
         batch_size = max(1, min(max_tokens // longest, max_rows(dataset.rows, longest, max_tokens)))
         sums = torch.zeros(3, dtype=torch.float64, device=args.device)
         self.model.eval()
-        with autocast(args):
+        with autocast(args), Progress("train: evaluating row", len(rows_of_rank), "rows") as progress:
             for first in range(0, len(rows_of_rank), batch_size):
                 row_indices = torch.tensor(rows_of_rank[first : first + batch_size])
                 outputs = self.model(row_indices=row_indices, num_items_in_batch=1)
                 counts = (outputs[name].to(sums) for name in ("loss", "num_correct", "num_labels"))
                 sums += torch.stack(list(counts))
+                progress.update(len(row_indices))
         loss, correct, labels = self.accelerator.reduce(sums).tolist()
         metrics = {
             f"{metric_key_prefix}_loss": loss / max(labels, 1),

@@ -114,13 +114,24 @@ CLUSTER_ADMIN = "an administrator of the cluster: oc apply -k deploy/cluster-adm
          "has no key token, so it is of no use", "then -p hf_secret=NAME"),
         (lambda s: s.objects.clear(), [], "is not built",
          "oc start-build tailtune-trainer --from-repo=. --follow -n lyric-professor"),
-        (lambda s: allow(s, SERVERS), [], "lyric-professor has none that is ready", "Configure pipeline server"),
+        (lambda s: allow(s, SERVERS), [], "lyric-professor has none that is ready",
+         "oc apply -k deploy/components/pipeline-server/s3/, or dashboard"),
         (lambda s: s.groups.append("kueue.x-k8s.io"), [], "the run names no queue", "-p queue=NAME"),
+        (lambda s: forbid(s, "workflows"), [], "is not allowed to list workflows in lyric-professor: a second run of a",
+         CLUSTER_ADMIN),
+        (lambda s: (s.groups.remove("image.openshift.io"), s.claims.discard("workspace-pvc")), [], "does not exist",
+         "kubectl apply -k deploy/overlays/kubernetes"),
+        (lambda s: (s.groups.remove("image.openshift.io"), forbid(s, "pods/log")), [], "not allowed to get pods/log",
+         "kubectl apply -k deploy/overlays/kubernetes/cluster-admin, with lyric-professor and pipeline-runner-dspa in "
+         "deploy/overlays/kubernetes/project/kustomization.yaml"),
+        (lambda s: (s.groups.remove("image.openshift.io"), s.operators.clear()), [], "no PyTorchJob and no TrainJob",
+         "install the Training Operator or Kubeflow Trainer"),
     ],
     ids=["volume", "access mode", "no operator", "another operator", "permission for TrainJob", "runtime",
          "runtime not readable", "permission", "token", "logs", "queue not readable", "no such queue", "no Kueue",
          "quota too small", "quota in use", "no credentials", "secret without its key", "image not built",
-         "no pipeline server", "no queue named"],
+         "no pipeline server", "no queue named", "workflows", "volume on Kubernetes", "permission on Kubernetes",
+         "no operator on Kubernetes"],
 )  # fmt: skip
 def test_a_finding_reports_the_fault_and_its_fix(
     server: Server,
@@ -170,6 +181,75 @@ def test_a_container_must_not_be_larger_than_the_project_allows(server: Server, 
     result = invoke()
     message = "a container may have at most 16Gi of memory, and 20Gi are asked for"
     assert (message in result.output) is blocks and (result.exit_code == 1) is blocks
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("Container", "min", "200m", "must request at least 200m of cpu, and 100m are requested"),
+        ("Container", "min", "100m", ""),
+        ("Container", "maxLimitRequestRatio", "10", "cpu limit may be at most 10 times its request: 2 for 100m"),
+        ("Container", "maxLimitRequestRatio", "20", ""),
+        ("Pod", "min", "200m", ""),  # there are sidecars
+        ("Pod", "maxLimitRequestRatio", "10", ""),
+    ],
+)
+def test_a_container_must_request_as_much_as_the_project_demands(
+    server: Server, kind: str, field: str, value: str, message: str
+) -> None:
+    limit = {"type": kind, field: {"cpu": value}}
+    server.objects["limitranges", "lyric-professor/sizes"] = {"spec": {"limits": [limit]}}
+    result = invoke()
+    assert ("limit range" in result.output) is (result.exit_code == 1) is bool(message) and message in result.output
+    assert ("raise -p resources.step_cpu_request=" in result.output) is bool(message)
+
+
+def test_what_a_stage_asks_for_is_checked_as_well(server: Server) -> None:
+    status = {"hard": {"limits.memory": "90Gi", "requests.nvidia.com/gpu": "9"}, "used": {}}
+    server.objects["resourcequotas", "lyric-professor/sizes"] = {"status": status}
+    assert invoke().exit_code == 0, "4 x 20Gi and 4Gi fit"
+    own = invoke("-p", "stages.0.resources.memory=30Gi", "-p", "stages.0.resources.ranks_per_node=3")
+    assert own.exit_code == 1
+    assert "limits.memory: 4 x 30Gi and 4Gi for the step needed, 0 of 90Gi used" in own.output
+    assert "requests.nvidia.com/gpu: 4 x 3 needed, 0 of 9 used" in own.output
+    larger = invoke("-p", "resources.memory=95Gi", "-p", "stages.0.resources.memory=16Gi")
+    assert "limits.memory: 1 x 95Gi needed" in larger.output, "a step that loads models"
+    limit = {"type": "Container", "max": {"memory": "24Gi"}}
+    server.objects["limitranges", "lyric-professor/sizes"] = {"spec": {"limits": [limit]}}
+    own = invoke("-p", "stages.0.resources.memory=30Gi")
+    assert "at most 24Gi of memory, and 30Gi are asked for" in own.output
+    assert "lower -p stages.0.resources.memory=, or ask for more" in own.output
+
+
+def test_the_queue_and_the_nodes_of_a_stage_are_checked_as_well(server: Server) -> None:
+    allow(server, QUEUES)
+    server.groups.append("kueue.x-k8s.io")
+    missing = invoke("-p", "queue=team", "-p", "stages.0.resources.queue=large")
+    assert "queue team" in missing.output and "queue large" in missing.output
+    server.access_mode = "ReadWriteOnce"
+    pinned = "resources.node_selector={kubernetes.io/hostname: node-7}"
+    elsewhere = invoke("-p", "num_nodes=1", "-p", pinned, "-p", f"stages.0.{pinned.replace('7', '8')}")
+    assert f"put all on one node with -p '{pinned}' -p 'stages.0.{pinned}'" in elsewhere.output
+    same = invoke("-p", "num_nodes=1", "-p", pinned, "-p", f"stages.0.{pinned}")
+    assert "ReadWriteOnce" in same.output and "put all on one node" not in same.output
+    several = invoke("-p", "num_nodes=1", "-p", pinned, "-p", "stages.0.resources.num_nodes=2")
+    assert "is ReadWriteOnce, and 2 nodes need ReadWriteMany" in several.output
+
+
+def test_a_quota_needs_defaults_for_the_containers_that_argo_adds_to_a_step(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hard = {"limits.cpu": "99", "memory": "999Gi"}
+    server.objects["resourcequotas", "lyric-professor/q"] = {"status": {"hard": hard}}
+    result = invoke()
+    assert result.exit_code == 0
+    assert "a quota counts limits.cpu, memory, and the project has no defaults" in result.output
+    limit = {"type": "Container", "default": {"cpu": "1"}, "defaultRequest": {"memory": "64Mi"}}
+    server.objects["limitranges", "lyric-professor/sizes"] = {"spec": {"limits": [limit]}}
+    assert "a quota counts" not in invoke().output
+    server.objects.pop(("limitranges", "lyric-professor/sizes"))
+    in_a_pod(server, monkeypatch)  # which has been admitted
+    assert "a quota counts" not in "".join(each.message for each in examine(load_recipe("survival")))
 
 
 def test_a_missing_cluster_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,13 +438,13 @@ def test_a_cluster_without_openshift_ai_needs_no_pipeline_server_of_it(
 
 
 @pytest.mark.parametrize(
-    ("version", "blocks", "words"),
-    [("2.16.1", False, "version 2.16.1; 2.14.3 or newer is needed"), ("2.5.0", True, "version 2.5.0"),
-     ("", False, "does not report its version; 2.14.3 or newer is needed"),
-     ("unknown", False, "does not report its version")],
+    ("version", "status", "words"),
+    [("2.16.1", "ok", "version 2.16.1; 2.14.3 or newer is needed"), ("2.5.0", "blocks", "version 2.5.0"),
+     ("", "unknown", "does not report its version; 2.14.3 or newer is needed"),
+     ("unknown", "unknown", "does not report its version")],
 )  # fmt: skip
 def test_the_pipeline_server_must_read_the_compiled_files(
-    server: Server, version: str, blocks: bool, words: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, version: str, status: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = dashboard_server.Server()
     dashboard.version, dashboard.token = version, server.token
@@ -373,14 +453,21 @@ def test_the_pipeline_server_must_read_the_compiled_files(
         "metadata": {"name": "dspa"},
         "status": {"components": {"apiServer": {"externalUrl": dashboard.url}}},
     }
-    result = invoke()
-    assert words in result.output and (result.exit_code == 1) == blocks
+    assert words in invoke().output and statuses()["pipeline server"] == status
     dashboard.close()
     assert "does not answer: ConnectionError" in invoke().output
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    connect = kubernetes.KubernetesClient._connect
+
+    def connect_with_ca(self: kubernetes.KubernetesClient) -> None:
+        connect(self)
+        self.configuration.ssl_ca_cert = "the CA of the cluster's API"  # of no use for the router's certificate
+
+    def refuse(*args: object, verify: object, **kwargs: object) -> None:
+        assert verify is True
         raise requests.exceptions.SSLError("certificate verify failed: self-signed certificate in certificate chain")
 
+    monkeypatch.setattr(kubernetes.KubernetesClient, "_connect", connect_with_ca)
     monkeypatch.setattr(requests, "get", refuse)
     untrusted = invoke().output
     assert "is not trusted here" in untrusted and "TAILTUNE_CA_FILE" in untrusted

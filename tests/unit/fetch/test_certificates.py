@@ -1,6 +1,8 @@
 """Servers with an organisation's own certificates are trusted if, and only if, the bundle is mounted."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +43,15 @@ def test_the_mounted_bundle_is_trusted_by_every_client(
     assert requests.get(source, timeout=10).ok
     bundle = Path(os.environ["AWS_CA_BUNDLE"]).read_text()
     assert bundle.count("BEGIN CERTIFICATE") > 50, "the public ones are still trusted"
+
+
+def test_a_step_leaves_no_bundle_behind(own_server: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    program = "import os; from tailtune.fetch import certificates; certificates.trust_mounted_certificates()\n"
+    program += "assert os.path.getsize(os.environ['AWS_CA_BUNDLE'])"
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "TAILTUNE_CA_FILE": str(own_server[1])}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert not any((tmp_path / "tmp").iterdir())
 
 
 def test_a_secret_that_does_not_exist_changes_nothing(

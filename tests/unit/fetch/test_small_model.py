@@ -1,6 +1,7 @@
 """Small base models are built once per key; every run owns a copy."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,3 +147,10 @@ def test_local_runs_share_the_cache_next_to_them(
         provide_base_model(run.recipe, data_dir, run.base_model_dir, run.small_model_cache_dir)
         assert (run.base_model_path / "config.json").is_file()
     assert builds == [runs[0].base_model_dir] and len(list((tmp_path / ".small_models").iterdir())) == 1
+
+
+def test_progress_of_a_build(tmp_path: Path, data_dir: Path, last_lines: Callable[[], list[str]]) -> None:
+    provide_base_model(tiny_recipe(), data_dir, tmp_path / "base_model")
+    tokenizer, rows, pretraining = last_lines()
+    assert (tokenizer, rows) == ("model: training the tokenizer", "model: tokenizing the rows")
+    assert re.fullmatch(r"model: pretraining step 2/2 loss \d\.\d{3}", pretraining)

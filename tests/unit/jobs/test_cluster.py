@@ -18,8 +18,8 @@ from components.stop_jobs import stop_jobs
 from tailtune.errors import UserError
 from tailtune.jobs import follow as launcher
 from tailtune.jobs import kubernetes as api
-from tailtune.jobs import pytorchjob
-from tailtune.jobs.cleanup import cancel, collect_garbage, end_of_run
+from tailtune.jobs import objects, pytorchjob
+from tailtune.jobs.cleanup import cancel, collect_garbage, delete_jobs_of_ended_runs, end_of_run
 from tailtune.jobs.job import JobFailed, job_name, label_value
 from tailtune.jobs.kubernetes import KubernetesClient
 from tailtune.jobs.objects import Jobs
@@ -55,6 +55,7 @@ def test_calls_are_retried_while_the_api_fails(server: Server, statuses: list[in
     run(make_job("lines"))
     timer.join()
     lines = [line for line in shown().splitlines() if "the cluster's API" in line]
+    assert all("trying again for 30 s" in line for line in lines[::2])
     assert ["fails" in line for line in lines] == [True, False] * (len(lines) // 2), lines
     assert len(lines) // 2 <= 2
     if 0 not in statuses:  # urllib3 itself repeats a request whose connection was reset
@@ -250,6 +251,17 @@ def test_restarts_of_init_containers_do_not_count(server: Server) -> None:
     assert server.faults.kill_pods == []
 
 
+@pytest.mark.torchrun
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_that_always_dies_is_started_again_as_often_as_the_recipe_says(server: Server, num_nodes: int) -> None:
+    """And not as often again for each restart of its container."""
+    starts = server.folder / "starts"
+    job = make_job("dies", num_nodes=num_nodes, max_restarts=1, environment={"STARTS": str(starts)})
+    with pytest.raises(JobFailed, match=r"\(killed from outside\) in pod \S+, Error: rank 0 failed first"):
+        run(job)
+    assert starts.read_text() == "xx"
+
+
 def test_a_fault_that_ends_all_pods_counts_once(server: Server) -> None:
     """A reboot of the node, for example."""
     server.faults.exit_codes = {"master-0": (137, "Error"), "worker-0": (137, "Error")}
@@ -289,6 +301,7 @@ def test_a_stopped_launcher_leaves_no_job_behind(server: Server) -> None:
 def test_the_step_of_a_run_that_is_ended_deletes_the_job_within_a_second(server: Server, end: str) -> None:
     server.workflows = {"mine": "Running"}
     process = start_job(server, pipeline_run="mine")
+    wait_until(lambda: any(request.endswith("/log") for request in server.requests))  # which stay open
     if end == "terminated":
         server.terminated.add("mine")
     else:
@@ -348,6 +361,15 @@ def test_a_job_is_followed_although_the_response_to_its_creation_was_lost(
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 2
 
 
+def test_a_creation_that_is_never_answered_is_given_up(
+    server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "CALL_TIMEOUT_SECONDS", (1, 1))
+    server.faults.hanging_answers = 1
+    run(make_job("lines"))
+    assert "already exists and is" in shown()
+
+
 def test_lines_that_cannot_be_printed_are_reported_and_do_not_end_the_job(
     server: Server, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,15 +403,33 @@ def test_a_retried_step_adopts_the_running_job(server: Server, tmp_path: Path, s
     assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1
 
 
-@pytest.mark.torchrun
+def test_after_a_reboot_the_next_attempt_follows_the_same_job(server: Server, shown: Callable[[], str]) -> None:
+    """Everything is killed at the same moment: the pods, and the step that waits for them."""
+    end = server.folder / "end"
+    changes: dict[str, Any] = {"max_restarts": 1, "environment": {"FILE": str(end)}}
+    first = start_job(server, "until", **changes)
+    first.kill()
+    for pods in server.pods.values():
+        for pod in pods:
+            pod.signal(signal.SIGKILL)
+    first.wait()
+    wait_until(lambda: server.restarts == {"master-0": 1, "worker-0": 1})
+    end.write_text("0")
+    run(make_job("until", labels=MANAGED, **changes))
+    assert "already exists and is" in shown()
+    assert sum(r.startswith("POST") and r.endswith("pytorchjobs") for r in server.requests) == 1
+
+
 def test_a_failed_job_of_an_earlier_attempt_is_replaced(
     server: Server, tmp_path: Path, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.operator, "limit", lambda job: 0)  # else the launcher deletes the job
+    server.faults.exit_codes = {"worker-0": (1, "Error")}
     with pytest.raises(JobFailed):
-        run(make_job("raises"))
+        run(make_job("long"))
+    server.faults.exit_codes = {}
     (tmp_path / "progress.json").write_text("of the failed job")
-    run(replace(make_job("lines"), name=make_job("raises").name, progress_path=tmp_path / "progress.json"))
+    run(replace(make_job("lines"), name=make_job("long").name, progress_path=tmp_path / "progress.json"))
     assert "from an earlier attempt (failed)" in shown() and not (tmp_path / "progress.json").exists()
 
 
@@ -425,7 +465,7 @@ def test_a_step_that_is_stopped_before_it_has_a_job_leaves_that_of_another_run(s
 
 
 def test_a_run_does_not_follow_the_job_that_replaced_its_own(server: Server) -> None:
-    job = make_job("long", labels={"tailtune.io/pipeline-run": "first"})
+    job = make_job("long", labels={"tailtune.io/pipeline-run": "first"}, deadline_seconds=60)
 
     def replace_job() -> None:
         wait_until(lambda: server.jobs)
@@ -468,6 +508,19 @@ def test_the_last_step_of_a_run_deletes_only_its_own_jobs(server: Server) -> Non
     wait_until(lambda: list(server.jobs) == ["job-b"])
     stop_jobs.python_func(job_id="one")
     assert list(server.jobs) == ["job-b"]
+
+
+def test_the_first_step_of_a_run_deletes_the_jobs_of_runs_that_were_ended(server: Server) -> None:
+    """A run that was retried has no last step any more, so a job can outlive its end between two attempts."""
+    client = KubernetesClient()
+    for pipeline_run in ("ended", "failed", "in-progress"):
+        labels = {"tailtune.io/pipeline-run": pipeline_run, **MANAGED}
+        Jobs(client, pytorchjob).create(make_job("long", name=f"job-{pipeline_run}", labels=labels))
+    Jobs(client, pytorchjob).create(make_job("long", name="job-by-hand", labels=MANAGED))
+    server.workflows = {"ended": "Failed", "failed": "Failed", "in-progress": "Running"}
+    server.terminated = {"ended"}
+    assert delete_jobs_of_ended_runs(client) == ["job-ended"]
+    wait_until(lambda: sorted(server.jobs) == ["job-by-hand", "job-failed", "job-in-progress"])
 
 
 def test_missing_permission_to_list_jobs_is_an_error(server: Server) -> None:

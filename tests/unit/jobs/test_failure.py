@@ -117,7 +117,9 @@ def test_too_little_memory_would_recur_even_after_another_failure(reason: str, m
 
 
 def test_a_user_error_of_a_rank_is_the_whole_message() -> None:
-    result = TorchrunResult(1, UserError("the data are no data; none", "give data"), False, "rank 0 failed", ("x",))
+    result = TorchrunResult(
+        1, UserError("the data are no data; none", "give data"), False, "rank 0 failed", False, ("x",)
+    )
     state = ended(1, "Error", "", termination_message(result))
     error = explain("a", failures([pod("a", containerStatuses=[{"state": state}])]), "failed")
     assert isinstance(error, PermanentFailure)

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,8 @@ MODULES = {
                "signal.signal(signal.SIGTERM, stop)\ntime.sleep(1)\n"
                "launcher = int(os.environ['LAUNCHER'])\n"
                "if os.environ['RANK'] == '1': os.kill(launcher, signal.SIGTERM)\ntime.sleep(60)",
+    "draws": "import sys\nprint('the last words')\n"
+             "for i in range(100): print('tailtune ~ █ train: step', i)\nsys.exit(7)",
     "user": "import json, os, sys\nopen(os.environ['STARTS'], 'a').write('x')\n"
             "error = {'problem': 'the data are no data; none', 'remedy': 'give data'}\n"
             "open(os.environ['TAILTUNE_ERROR_FILE'], 'w').write(json.dumps(error))\n"
@@ -53,11 +56,16 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
 
 
 @pytest.mark.parametrize("job", ["fine", "once"], indirect=True)
-def test_a_job_succeeds_at_the_first_or_second_attempt(job: Job, tmp_path: Path) -> None:
-    progress_path = tmp_path / "progress.json"
+def test_a_job_succeeds_at_the_first_or_second_attempt(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress_path, temporary = tmp_path / "progress.json", tmp_path / "tmp"
     progress_path.write_text("of an earlier job")
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     run_job(replace(job, progress_path=progress_path))
-    assert not progress_path.exists()
+    assert not progress_path.exists() and not any(temporary.iterdir())
 
 
 @pytest.mark.parametrize("job", ["settings"], indirect=True)
@@ -83,6 +91,14 @@ def test_a_failure_names_the_first_rank_and_its_reason(job: Job, message: str) -
     assert "ChildFailedError" not in str(error.value) and "=====" not in str(error.value), (
         "only the ranks' lines, not torchrun's"
     )
+
+
+@pytest.mark.parametrize("job", ["draws"], indirect=True)
+def test_a_bar_is_passed_on_but_does_not_replace_the_last_words(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobFailed) as error:
+        run_job(job)
+    assert "the last words" in str(error.value) and "step" not in str(error.value)
+    assert "tailtune ~ █ train: step 99\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("job", ["user"], indirect=True)

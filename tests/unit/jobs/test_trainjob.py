@@ -5,14 +5,16 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
-from kubernetes_server import Pod, Server
+from kubernetes_server import DEPLOY, Pod, Server
 from launchers import in_background, line_numbers, make_job, run, start_job, wait_until
 from operators import Trainer, first_lost
 
@@ -127,12 +129,44 @@ def test_a_job_runs_on_two_nodes_after_its_admission(trainer: Server, shown: Cal
     TrainerV1alpha1TrainJob.from_dict(job)
 
 
-@pytest.mark.torchrun
 def test_a_failed_job_is_explained_after_its_pods_were_deleted(trainer: Server) -> None:
     trainer.trainer.backoff_limit = 1
-    with pytest.raises(JobFailed, match=r"\(code\) in pod \S+-node-0-[01]-\w+, Error: rank 1 failed first, .*on fire"):
-        run(make_job("raises", max_restarts=3))
+    trainer.faults.exit_codes = {"node-0-1": (137, "Error")}
+    with pytest.raises(JobFailed, match=r"\(killed from outside\) in pod \S+-node-0-1-\w+, Error: exit status 137"):
+        run(make_job("long", max_restarts=3))
     assert not trainer.pods and trainjob.state(next(iter(trainer.jobs.values())))[0] == "failed"
+
+
+def delete_pods(server: Server, job: Job, count: int, grace_seconds: float, then_exit_with: int) -> None:
+    """Delete the pod of a job of one node, and those that replace it; let the last one end."""
+    deleted: list[Pod] = []
+    for _ in range(count):
+        wait_until(lambda: (pods := server.pods.get(job.name)) and pods[0].process and pods[0] not in deleted)
+        deleted.append(server.pods[job.name][0])
+        deleted[-1].evict(grace_seconds)
+    new = server.folder / "new"
+    new.write_text(str(then_exit_with))
+    new.rename(server.folder / "end")
+
+
+@pytest.mark.parametrize(
+    ("num_deleted", "grace_seconds", "exit_code", "ended"),
+    [
+        (2, 5, 0, ""),
+        (3, 5, 0, r"\(killed from outside\) in pod \S+, Error: exit status 143"),
+        (3, 0, 0, r"\(unknown\): jobset failed due to one or more job failures; its pods were gone"),
+        (1, 5, 3, r"\(code\) in pod \S+, Error: .*status 3"),
+    ],
+)
+def test_a_deleted_pod_is_made_again_and_counts_as_a_failed_one(
+    trainer: Server, num_deleted: int, grace_seconds: float, exit_code: int, ended: str
+) -> None:
+    trainer.trainer.backoff_limit = 2
+    job = make_job("until", num_nodes=1, environment={"FILE": str(trainer.folder / "end")})
+    thread = in_background(lambda: delete_pods(trainer, job, num_deleted, grace_seconds, exit_code))
+    with pytest.raises(JobFailed, match=ended) if ended else nullcontext():
+        run(job)
+    thread.join()
 
 
 def test_a_cancelled_step_leaves_no_trainjob_behind(trainer: Server) -> None:
@@ -207,7 +241,7 @@ def test_the_deadline_counts_from_the_jobs_creation(trainer: Server, shown: Call
     jobs, _ = choose_kind(KubernetesClient(), "auto")
     jobs.create(job)
     trainer.jobs[job.name]["metadata"]["creationTimestamp"] = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
-    with pytest.raises(JobFailed, match="took longer than 3600 s and was deleted; raise resources"):
+    with pytest.raises(JobFailed, match="took longer than 3600 s and was deleted; raise the job's resources"):
         run(job)
     assert "already exists and is" in shown()
     wait_until(lambda: not trainer.jobs)
@@ -221,8 +255,7 @@ def has_token(pod: Pod) -> bool:
 def test_pods_have_no_token_of_a_service_account(trainer: Server, shown: Callable[[], str], version: str) -> None:
     if version == "2.1":
         trainer.trainer.install_version_2_1()
-    trainer.allowed.append(("get", "", "serviceaccounts"))
-    account = {"metadata": {"name": "tailtune-training"}, "automountServiceAccountToken": False}
+    account = yaml.safe_load((DEPLOY / "base" / "service-account.yaml").read_text())
     trainer.objects["serviceaccounts", "lyric-professor/tailtune-training"] = account
     run(make_job("lines"))
     pods = [pod for pods in trainer.pods.values() for pod in pods]
@@ -234,7 +267,8 @@ def test_pods_have_no_token_of_a_service_account(trainer: Server, shown: Callabl
 def test_a_missing_service_account_is_said_and_not_used(
     trainer: Server, shown: Callable[[], str], may_read: bool
 ) -> None:
-    trainer.allowed += [("get", "", "serviceaccounts")] if may_read else []
+    if not may_read:
+        trainer.allowed.remove(("get", "", "serviceaccounts:tailtune-training"))
     run(make_job("lines", num_nodes=1))
     assert all(has_token(pod) for pods in trainer.pods.values() for pod in pods), "what the line says"
     said = "mount the token of the project's default service account: the account tailtune-training of deploy/"

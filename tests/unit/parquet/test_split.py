@@ -4,7 +4,8 @@ import pyarrow as pa
 import pytest
 
 from tailtune.errors import UserError
-from tailtune.parquet.split import split_rows
+from tailtune.parquet.lines import message_type
+from tailtune.parquet.split import normalise, split_rows
 
 
 def table_of(questions: list[str]) -> pa.Table:
@@ -92,3 +93,32 @@ def test_empty_side_is_an_error_with_the_remedy(questions: list[str], share: flo
 def test_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(UserError, match=r"'topic'.*question, row"):
         split_rows(table_of(QUESTIONS), "topic", 0.1, 42)
+
+
+def test_lists_like_conversations_without_a_question_are_split_by_all_of_their_content() -> None:
+    rows = [
+        [{"role": role, "content": f"{i}"} for role in roles]
+        for i in range(50)
+        for roles in (["user", "assistant"], ["assistant"], [])
+    ]
+    table = pa.table({"turns": pa.array([*rows, None], message_type()), "row": list(range(151))})
+    train, validation = split_rows(table, "turns", 0.3, 42)
+    assert sorted(train["row"].to_pylist() + validation["row"].to_pylist()) == list(range(151))
+    contents = [{str(row) for row in side["turns"].to_pylist()} for side in (train, validation)]
+    assert not contents[0] & contents[1]
+    assert sum("user" not in each for each in contents[1]) > 5, "those without a question are not all on one side"
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("Où est le café ?", "Où est le cafe\u0301?"),
+    ("Wh\u200bat is\u00ad it", "what is it"),
+    ("ﬁre\u00a0drill", "Fire  drill"),
+    ("Is it hot ?", "Is it hot?"),
+])  # fmt: skip
+def test_questions_that_look_alike_are_on_the_same_side(one: str, other: str) -> None:
+    assert normalise(one) == normalise(other)
+
+
+def test_questions_that_look_different_are_different() -> None:
+    texts = ["resume", "résumé", "a b", "ab", "1.5", "1 .5 m", "co-op", "coop"]
+    assert len({normalise(text) for text in texts}) == len(texts)

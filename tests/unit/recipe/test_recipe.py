@@ -1,8 +1,10 @@
 """Recipes: what a file, an override and an environment variable become. Bad ones: test_bad_inputs.py."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from pipeline import parameter_values
 from tailtune.config import fill_template, template_fields
 from tailtune.errors import UserError
 from tailtune.recipe.load import (
+    BUILT_IN,
     ENVIRONMENT,
     PARAMETERS,
     list_recipes,
@@ -21,20 +25,14 @@ from tailtune.recipe.load import (
     parse_recipe,
     parse_value,
     parse_yaml,
+    value_at,
     with_environment,
     with_local_overlay,
     with_overrides,
 )
-from tailtune.recipe.schema import Recipe
+from tailtune.recipe.schema import Data, Prompt, Recipe
 
 SURVIVAL = load_recipe("survival")
-
-
-def value_at(recipe: Recipe, key: str) -> Any:
-    value: Any = recipe.model_dump(mode="json")
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else value[part]
-    return value
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -77,6 +75,7 @@ def test_a_recipe_is_frozen() -> None:
         ("null", None),
         ("[1, 2]", [1, 2]),
         ("{a: 1}", {"a": 1}),
+        ("{}", {}),
         ("'2'", "2"),
         ("off", "off"),
         ("no", "no"),
@@ -231,6 +230,45 @@ def test_other_variables_are_for_recipes() -> None:
     assert recipe.resources.environment == dict.fromkeys(names, "1.5")
 
 
+# -- resources of a stage ---------------------------------------------------------------------------
+
+
+def test_a_stage_has_the_recipes_resources_except_for_its_own(tmp_path: Path) -> None:
+    own = {"num_nodes": 2, "cpu": 8, "node_selector": {"pool": "b"}}
+    shared = {"resources.node_selector": {"pool": "a", "disk": "ssd"}, "resources.step_memory": "2Gi"}
+    given = with_overrides(SURVIVAL, {**shared, "stages.0.resources": own})
+    (tmp_path / "own.json").write_text(given.to_json())
+    for recipe in (given, load_recipe(tmp_path / "own.json"), Recipe.model_validate_json(given.model_dump_json())):
+        job = recipe.resources_of(recipe.stages[0])
+        assert (job.num_nodes, job.cpu, job.node_selector) == (2, "8", {"pool": "b"}), "a mapping as a whole"
+        same = {name for name in job.model_fields_set | {*type(job).model_fields} if name not in own}
+        assert {name: getattr(job, name) for name in same} == {name: getattr(recipe.resources, name) for name in same}
+        assert recipe.resources.cpu == SURVIVAL.resources.cpu, "the steps keep theirs"
+        assert recipe.model_dump(mode="json")["stages"][0]["resources"] == {**own, "cpu": "8"}
+    assert value_at(SURVIVAL, "stages.0.resources") == {}
+    assert SURVIVAL.resources_of(SURVIVAL.stages[0]) == SURVIVAL.resources
+
+
+def test_parameters_reach_single_resources_of_a_stage() -> None:
+    pairs = ["stages.0.resources.deadline_seconds=60", "stages.0.resources.environment.NCCL_DEBUG=WARN"]
+    stage = with_overrides(SURVIVAL, parse_parameters(pairs)).stages[0]
+    assert stage.resources.deadline_seconds == 60 and stage.resources.environment == {"NCCL_DEBUG": "WARN"}
+    recipe = with_overrides(SURVIVAL, parse_parameters([*pairs, "stages.0.resources={}"]))
+    assert recipe.resources_of(recipe.stages[0]) == SURVIVAL.resources
+
+
+def test_a_run_parameter_does_not_change_a_stage_that_has_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tailtune")
+    recipe = with_overrides(SURVIVAL, {"stages.0.resources.num_nodes": 3, "num_nodes": 4, "queue": "team"})
+    assert not caplog.messages, "4 is what the recipe has: nobody asked for another number"
+    recipe = with_overrides(recipe, {"num_nodes": 2, "queue": "other"})
+    job = recipe.resources_of(recipe.stages[0])
+    assert (recipe.resources.num_nodes, job.num_nodes, job.queue) == (2, 3, "other")
+    assert caplog.messages == ["recipe: num_nodes does not change stages.0, which has its own resources.num_nodes"]
+    assert recipe.resource_key(0, "num_nodes") == "stages.0.resources.num_nodes"
+    assert recipe.resource_key(0, "queue") == "resources.queue"
+
+
 @pytest.mark.parametrize(
     ("template", "fields", "filled"),
     [
@@ -270,8 +308,109 @@ def test_paths_are_relative_to_the_recipe_file(tmp_path: Path) -> None:
     assert recipe.local == {"data_source": str(folder / "samples/few.jsonl"), "prompt.system": "./not/a/path"}
 
 
+OWN_VALIDATION = {"data.validation_source": "v.jsonl", "data.split_by": None, "data.validation_share": None}
+MESSAGES = {"data.columns": {"turns": "{messages}"}, "data.split_by": "turns", "prompt.user": None,
+            "prompt.assistant": None, "prompt.messages": "turns"}  # fmt: skip
+
+
+def test_several_sources_and_own_validation_rows() -> None:
+    recipe = with_overrides(SURVIVAL, {"data_source": ["a.jsonl", "b/"], **OWN_VALIDATION})
+    assert recipe.data.all_sources == ["a.jsonl", "b/", "v.jsonl"]
+    assert parameter_values(recipe)["data_source"] == '["a.jsonl", "b/"]', "KFP's parameter is a text"
+    again = with_overrides(SURVIVAL, {"data_source": parameter_values(recipe)["data_source"]})
+    assert again.data.source == recipe.data.source
+    assert parse_parameters(["data_source=[a.jsonl, b/]"]) == {"data_source": ["a.jsonl", "b/"]}
+
+
+@pytest.mark.parametrize("glob", ["[ab]*.jsonl", "[!a]/**/*.csv", "[0-9]"])
+def test_a_glob_may_begin_with_a_bracket(glob: str) -> None:
+    source = with_overrides(SURVIVAL, {"data_source": glob}).data.source
+    assert source == (glob if glob != "[0-9]" else ["0-9"]), "a text that ends with its bracket is a list"
+
+
+def test_secrets_in_all_sources_are_left_out_of_reports() -> None:
+    signed = "https://user:pass@host/v.jsonl?signature=secret"
+    recipe = with_overrides(SURVIVAL, {**OWN_VALIDATION, "data_source": [signed, "a.jsonl"],
+                                                      "data.validation_source": signed})  # fmt: skip
+    data = recipe.public_dump()["data"]
+    assert data["source"] == ["https://host/v.jsonl", "a.jsonl"] and data["validation_source"] == "https://host/v.jsonl"
+
+
+def test_the_validation_share_is_a_tenth_unless_there_are_own_validation_rows() -> None:
+    data = {"source": "x", "columns": {"a": "{a}"}}
+    assert Data(**data, split_by="a").validation_share == 0.1
+    assert Data(**data, validation_source="v").validation_share is None
+
+
+def test_a_recipe_of_conversations() -> None:
+    recipe = with_overrides(SURVIVAL, {**MESSAGES, "prompt.system": None})
+    assert recipe.prompt == Prompt(messages="turns")
+    assert parse_recipe(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"data.validation_source": "v.jsonl"},
+         r"data: validation_source and split_by are both given, but validation_source leaves nothing to split; remove "
+         r"split_by and validation_share, or set null"),
+        ({**OWN_VALIDATION, "data.validation_share": 0.2}, r"validation_source and validation_share are both given"),
+        ({"data.split_by": None}, r"data: split_by is missing; add it, or a validation_source"),
+        ({"data.validation_share": None}, r"data: validation_share is missing; add it"),
+        ({**OWN_VALIDATION, "data.columns.is_validation": "{a}"}, r"columns.is_validation is tailtune's own"),
+        ({"data_source": []}, r"data.source: give one source, or a list of them, each a text"),
+        ({"data_source": ["a", 5]}, r"data.source: give one source, or a list of them, each a text"),
+        ({"data_source": "[a"}, r"data.source: is not a list; write \[\"first.jsonl\""),
+        ({"data.optional_columns": ["tpic"]}, r"data: optional_columns names 'tpic', which columns does not use"),
+        ({"data_source": '["a", "b"'}, r"data.source: is not a list; write \[\"first.jsonl\""),
+        ({"data.optional_columns": ["answer"]},
+         r"data.columns.answer, which prompt.assistant uses, consists only of data.optional_columns, so it could be"),
+        ({"prompt.messages": "answer"}, r"prompt: messages and user are both given; keep messages, or user and"),
+        ({"prompt.user": None}, r"prompt: user is missing; add it, or give messages, a column of conversations"),
+        ({"prompt.system": None}, r"prompt: system is missing; add it$"),
+        ({**MESSAGES, "prompt.messages": "chat"}, r"prompt.messages is 'chat', which data.columns does not define; it"),
+        ({**MESSAGES, "data.columns": {"turns": "Chat: {messages}"}},
+         r"data.columns.turns is 'Chat: {messages}', but a conversation is one column as it is; write for example "
+         r"'{messages}'"),
+    ],
+)  # fmt: skip
+def test_data_and_prompt_that_do_not_fit_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        with_overrides(SURVIVAL, overrides)
+
+
+def test_the_examples_in_the_documentation_are_sound() -> None:
+    text = (BUILT_IN.parents[1] / "docs" / "data.md").read_text()
+    examples = re.findall(r"(?m)^    data:\n(?:    .*\n)+", text)
+    assert len(examples) == 5
+    for example in examples:
+        given = parse_yaml(textwrap.dedent(example))
+        raw = parse_yaml((BUILT_IN / "survival.yaml").read_text())
+        if "columns" in given["data"] and "prompt" not in given:
+            given["data"]["columns"] |= raw["data"]["columns"]
+        if "validation_source" in given["data"]:
+            del raw["data"]["split_by"], raw["data"]["validation_share"]
+        Recipe.model_validate({**raw, **given, "data": {**raw["data"], **given["data"]}})
+
+
+def test_globs_and_lists_in_a_recipe_file_are_relative_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    for name in ("part-1.jsonl", "held.jsonl"):
+        (folder / name).touch()
+    raw = parse_yaml((BUILT_IN / "survival.yaml").read_text())
+    del raw["data"]["split_by"], raw["data"]["validation_share"]
+    raw["data"] |= {"source": ["part-*.jsonl", "s3://b/c/", "elsewhere.jsonl"], "validation_source": "held.jsonl"}
+    raw["local"] = {"data.validation_source": "held.jsonl"}
+    (folder / "own.yaml").write_text(yaml.safe_dump(raw))
+    recipe = load_recipe(folder / "own.yaml")
+    held = str(folder / "held.jsonl")
+    assert recipe.data.source == [str(folder / "part-*.jsonl"), "s3://b/c/", "elsewhere.jsonl"]
+    assert recipe.data.validation_source == held and recipe.local == {"data.validation_source": held}
+
+
 def test_overrides_do_not_change_the_callers_values() -> None:
-    small = load_recipe("survival").model.model_dump()["small"]
+    small = SURVIVAL.model.model_dump()["small"]
     overrides = {"model.small": small, "model.small.model_type": "llama"}
-    assert with_overrides(load_recipe("survival"), overrides).model.small.model_type == "llama"
+    assert with_overrides(SURVIVAL, overrides).model.small.model_type == "llama"
     assert small["model_type"] == "smollm3"

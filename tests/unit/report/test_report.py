@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from tailtune.kinds.chat.config import METRICS
+from tailtune.kinds.chat.config import METRICS, Generation, Prompt
+from tailtune.kinds.chat.sections import loading_lines
 from tailtune.metrics import Metric, MetricTable
 from tailtune.report.page import ReportData, render_report
 
+PROMPT = Prompt(system="Answer.", user="{question}", assistant="{answer}")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 HOSTILE = [
@@ -101,6 +103,13 @@ def report_data() -> ReportData:
             "num_train_groups": 1554,
             "num_validation_groups": 173,
             "split_by": "full-question",
+            "check": {
+                "metrics": {"answer_words": 23.0, "answers_with_steps": 0.004, "answers_with_warnings": 0.0875},
+                "rules": [
+                    rule("answer_words", 23.0, ">=", 60, False, "23 is not >= 60"),
+                    rule("answers_with_warnings", 0.0875, ">=", 0.05, True, ""),
+                ],
+            },
         },
         summary={
             "stage": "sft",
@@ -109,6 +118,7 @@ def report_data() -> ReportData:
             "num_trainable_parameters": 418_234_368,
             "trainable_share": 0.136,
             "world_size": 4,
+            "num_nodes": 4,
             "num_train_rows": 2566,
             "num_validation_rows": 279,
             "num_truncated_rows": 0,
@@ -188,11 +198,22 @@ def report_data() -> ReportData:
                 "tuned_rouge_l": 0.287,
                 "base_chrf": 21.4,
                 "tuned_chrf": 38.9,
+                "base_answer_words": 151.5,
+                "tuned_answer_words": 97.0,
+                "reference_answer_words": 24.0,
+                "base_answers_with_steps": 0.75,
+                "tuned_answers_with_steps": 0.5,
+                "reference_answers_with_steps": 0.0,
+                "base_answers_with_warnings": 0.4,
+                "tuned_answers_with_warnings": 0.3,
+                "reference_answers_with_warnings": 0.1,
                 "base_tokens_per_second": 212.4,
                 "tuned_tokens_per_second": 211.0,
                 "unigram_answer_loss": 6.17,
                 "answer_loss_vs_base": 0.6557,
                 "answer_loss_vs_unigram": 0.4,
+                "answer_words_vs_base": 0.6403,
+                "answer_words_vs_reference": 4.042,
             },
             "examples": [
                 {"question": f"For knots, {question}", "reference": tuned[:160], "base": base, "tuned": tuned}
@@ -211,6 +232,7 @@ def report_data() -> ReportData:
             "answers": [{"question": question, "base": base, "tuned": tuned} for question, base, tuned in ANSWERS],
             "generation": {"max_new_tokens": 256, "repetition_penalty": 1.0},
         },
+        usage={"folder": "/shared/models/survival-2026-03-14-a", "lines": loading_lines(PROMPT, Generation())},
     )
 
 
@@ -250,6 +272,8 @@ def failed_data() -> ReportData:
         "local_overlay": ["data.source", "model.base_model", "resources.num_nodes"],
         "peak_memory_bytes": None,
         "hardware": {"profile": "cpu", "device": "cpu", "precision": "float32"},
+        "provenance": good.summary["provenance"] | {"gpus": []},
+        "num_nodes": 1,
         "resumed_from_steps": [],
     }
     verdict = {
@@ -279,7 +303,7 @@ def failed_data() -> ReportData:
 
 
 def empty_data() -> ReportData:
-    return ReportData("empty", {}, {}, {}, {}, {}, {}, {})
+    return ReportData("empty", {}, {}, {}, {}, {}, {}, {}, {})
 
 
 def hostile_data() -> ReportData:
@@ -332,7 +356,17 @@ class Page(HTMLParser):
 @pytest.mark.parametrize(
     "expected",
     [
-        "Answer loss 3.76 → 2.47 (−34 %) , 60 % below the word-frequency floor ; gate passed",
+        "✓ Promoted It may be used: it meets all 3 rules of the gate.",
+        "The data teaches something else than the recipe expects: words per answer 23, expected ≥ 60. Answer loss",
+        "Answer loss nats per token 3.76 → 2.47 −34 % ▲ better Token accuracy next token right 31.2 → 47.1 % "
+        "+15.9 points ▲ better Answer length words 151.5 → 97 −36 % On 279 validation rows",
+        "Expected Data Reference Base Tuned",
+        "by white space ≥ 60 23 24 151.5 97",
+        "counts 1, 2 — 0.400 % 0.00 % 75.0 % 50.0 %",
+        "an upper bound ≥ 5.0 % 8.75 % 10.0 % 40.0 % 30.0 %",
+        "the same 64 validation questions",
+        "Training time 24 min 35 s 320 steps GPU-hours 1.64 ranks: 4, nodes: 4 Peak memory 20.0 GiB of one rank",
+        "in the folder /shared/models/survival-2026-03-14-a or wherever best_model was copied to. from transformers",
         "How do I treat a nosebleed?",
         "(empty answer)",
         "0.656 ≤ 0.95",
@@ -371,10 +405,25 @@ def test_answers_keep_their_lines() -> None:
     assert "There are 16 cups in one US gallon.\n\n1. One gallon is 4 quarts.\n2." in render(report_data())
 
 
-def test_failed_gate_comes_first_with_its_reasons() -> None:
+def test_the_first_question_is_answered_first() -> None:
+    """Better, and may I use it? Then the data, the curves, the cost, and how to load the model."""
+    page = render(report_data())
+    text = Page(page).text.partition("Is it better, and may I use it?")[2]
+    parts = ["✓ Promoted", "Answer loss", "How many cups in a gallon? Base", "How do I treat a nosebleed? Base",
+             "What the data teaches", "Learning rate", "GPU-hours", "from transformers import pipeline",
+             "The gate's rules", "All answers, before and after", "Perplexity"]  # fmt: skip
+    assert sorted(parts, key=text.index) == parts
+    assert page.count("<h1>") == 1
+
+
+def test_a_failed_gate_comes_first_with_its_reasons() -> None:
     text = Page(render(failed_data())).text
-    body = text[text.index("✕ Gate failed") :]
-    assert body.startswith("✕ Gate failed 2 of 3 rules not met. This model must not be promoted. survival-laptop")
+    assert (
+        "Is it better, and may I use it? ✕ Rejected It must not be used. 2 of 3 rules not met. "
+        "Answer loss, tuned ÷ base: 0.9501, required ≤ 0.95; ROUGE-L, tuned: not measured, required ≥ 0.2."
+    ) in text
+    assert "Node-hours 0.410 ranks: 4, nodes: 1" in text
+    assert "This model was rejected: load it to find out why." in text
     assert "0.9501 ≤ 0.95 ✕ fail" in text, "three digits would show a value that meets its threshold"
     assert "— ≥ 0.2 ✕ fail not measured: no answers were generated" in text
     assert "Laptop run with a small model. Built here: smollm3, 4 layers, 1.2 M parameters." in text
@@ -385,12 +434,33 @@ def test_failed_gate_comes_first_with_its_reasons() -> None:
 
 def test_failed_gate_without_rules_is_not_overlooked() -> None:
     text = Page(render(dataclasses.replace(empty_data(), verdict={"passed": False}))).text
-    assert "✕ Gate failed This model must not be promoted." in text and "; gate failed" in text.replace(" ;", ";")
+    assert "✕ Rejected It must not be used. not measured" in text
 
 
 def test_passed_gate_has_no_alarm() -> None:
-    text = Page(render(report_data())).text
-    assert "Gate failed" not in text and "Laptop" not in text
+    page = render(report_data())
+    assert "Rejected It" not in Page(page).text and "Laptop" not in page and 'role="alert"' not in page
+    assert 'role="alert"' in render(failed_data())
+
+
+def test_a_small_model_is_not_for_use() -> None:
+    good = report_data()
+    summary = good.summary | {"base_model": {"kind": "small"}}
+    text = Page(render(dataclasses.replace(good, summary=summary))).text
+    assert "✓ Promoted A trial: it meets all 3 rules of the gate, but a small model is not for use." in text
+    assert "It may be used" not in text
+
+
+def test_a_model_that_was_not_judged_is_not_promoted() -> None:
+    text = Page(render(dataclasses.replace(report_data(), verdict={}))).text
+    assert "Not judged The gate has not judged this model. Do not use it yet." in text and "✓ Promoted" not in text
+
+
+def test_data_as_expected_is_not_remarked() -> None:
+    good = report_data()
+    rules = [rule("answer_words", 23.0, ">=", 20, True, "")]
+    page = render(dataclasses.replace(good, data=good.data | {"check": good.data["check"] | {"rules": rules}}))
+    assert "something else" not in page and "≥ 20 23" in Page(page).text and "strong bad" not in page
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "text", 10**400])
@@ -402,7 +472,7 @@ def test_any_value_may_be_missing(missing: Any) -> None:
 
     good = report_data()
     fields = {field.name: without(getattr(good, field.name)) for field in dataclasses.fields(good)}
-    assert "Answer loss not measured" in render(ReportData(**fields))
+    assert "Answer loss nats per token not measured" in Page(render(ReportData(**fields))).text
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ReportData) if field.name != "run_name"])
@@ -437,7 +507,7 @@ def test_another_kind_is_reported_by_its_own_table() -> None:
                "base_images_per_second": 900.0, "tuned_images_per_second": 910.0, "accuracy_vs_base": 1.6}  # fmt: skip
     page = render(image_data(**metrics), IMAGES)
     text = Page(page).text
-    assert "Accuracy 50.0 % → 80.0 % (+30.0 points) ; gate passed" in text
+    assert "✓ Promoted It may be used: it meets the rule of the gate. Accuracy 50.0 → 80.0 % +30.0 points ▲" in text
     assert "Base 50.0 % Tuned 80.0 % Accuracy on 500 validation rows. Higher is better." in text
     assert "Accuracy, tuned ÷ base accuracy_vs_base 1.60 ≥ 1.1" in text
     assert "Accuracy higher is better 50.0 % 80.0 % +30.0 points ▲ better" in text
@@ -450,9 +520,14 @@ def test_another_kind_is_reported_by_its_own_table() -> None:
 
 def test_a_kind_whose_headline_is_not_positive_has_no_ladder() -> None:
     page = render(image_data(base_accuracy=0.0, tuned_accuracy=0.0), IMAGES)
-    assert "Accuracy 0.00 % → 0.00 % ; gate passed" in Page(page).text
-    assert 'class="ladder"' not in page
-    assert "Accuracy not measured" in Page(render(image_data(), IMAGES)).text
+    assert "Accuracy 0.00 → 0.00 % 0.00 points unchanged" in Page(page).text
+    assert 'class="ladder' not in page
+    assert "not measured: the evaluation wrote no metrics" in Page(render(image_data(), IMAGES)).text
+
+
+def test_the_references_are_only_beside_the_models() -> None:
+    text = Page(render(report_data())).text
+    assert "Answer length, tuned ÷ base 0.640" in text and "Answer length, reference" not in text
 
 
 def test_same_input_gives_same_bytes() -> None:
@@ -560,3 +635,28 @@ def test_page_is_as_wide_as_its_window(tmp_path: Path) -> None:
     measured = re.findall(r"([a-z]+-\d+):(\d+)/(\d+)", document)
     assert len(measured) == len(reports) * 3, document[:500]
     assert [name for name, scroll, client in measured if int(scroll) > int(client)] == []
+
+
+def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
+    """On a laptop both questions, on a phone the first one: with all notes that a rejected laptop run has."""
+    cases = {"good": report_data(), "failed": failed_data()}
+    frames = "".join(
+        f'<iframe width="{width}" title="{name}-{width}" srcdoc="{html.escape(render(data))}"></iframe>'
+        for name, data in cases.items()
+        for width in (390, 1280)
+    )
+    script = """<script>addEventListener("load", () => {
+      document.title = [...document.querySelectorAll("iframe")].map(frame => {
+        const pairs = frame.contentDocument.querySelectorAll(".first .pair");
+        const tops = [...pairs[0].querySelectorAll(".answer")].map(side => side.getBoundingClientRect().top);
+        const bottoms = [...pairs].map(pair => Math.ceil(pair.getBoundingClientRect().bottom));
+        return frame.title + ":" + bottoms.join(",") + (tops[0] == tops[1] ? " beside" : " below");
+      }).join(" ");
+      for (const frame of [...document.querySelectorAll("iframe")]) frame.remove();
+    });</script>"""
+    document = chromium(tmp_path, f"<!DOCTYPE html><title></title>{script}{frames}", "--window-size=1400,900")
+    bottoms = {name: (int(one), int(two)) for name, one, two in re.findall(r"([a-z]+-\d+):(\d+),(\d+)", document)}
+    assert len(bottoms) == 4, document[:500]
+    assert document.count(" beside") == 4 + script.count(" beside"), document[:500]
+    assert bottoms["good-1280"][1] <= 800 and bottoms["failed-1280"][1] <= 800, bottoms
+    assert bottoms["good-390"][0] <= 844 and bottoms["failed-390"][0] <= 844, bottoms

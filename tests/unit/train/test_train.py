@@ -6,30 +6,45 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tail_runs
 import torch
-from conftest import tiny_recipe
+from accelerate import PartialState
+from conftest import tiny_recipe, write_rows
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import rotate_checkpoints
 
+from tailtune import progress
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
-from tailtune.kinds.chat.train import count_truncated
+from tailtune.kinds.chat.train import count_truncated, make_trainer
+from tailtune.parquet.split import read_split
+from tailtune.parquet.write import write_parquet
+from tailtune.progress import Progress
 from tailtune.recipe.load import list_recipes, load_recipe, with_local_overlay
 from tailtune.recipe.schema import Hardware, LastLayers, Recipe
 from tailtune.resolve import check_recipe
-from tailtune.train import hardware
+from tailtune.train import callbacks, checkpoints, hardware
 from tailtune.train.arguments import NUM_CHECKPOINTS, check_trainer_arguments, num_steps, sft_config
-from tailtune.train.callbacks import WriteProgress, peak_memory_bytes
+from tailtune.train.callbacks import LogLines, SaveByTime, WriteProgress, peak_memory_bytes
 from tailtune.train.checkpoints import COMPLETE, MarkComplete, latest_complete, remove_incomplete, step_of
 from tailtune.train.hardware import find_profile, largest_divisor, plan_hardware
+from tailtune.train.run import Context, Paths, Prepared, find_checkpoint, read_attempts, record_attempt
 from tailtune.train.weights import decoder_layers, save_model, select_trainable
 from tailtune.training_key import training_key
 
@@ -105,6 +120,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_weights_that_two_ranks_share_are_saved_whole(tmp_path: Path) -> None:
     """FSDP2 on the CPU, without Trainer: accelerate shards on accelerators only."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
@@ -242,15 +258,95 @@ print(faults())
 
 def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
     tokenizer, recipe = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe()
-    rows = pa.table({"full-question": ["How?"] * 4, "answer": ["So.", "So and so.", "So. " * 9, "So. " * 30]})
-    whole = [list(chain(*encode_row(tokenizer, recipe.prompt, row))) for row in rows.to_pylist()]
-    max_length = len(whole[2])  # just fits
-    cut = [ids[:max_length] for ids in whole]
-    assert count_truncated(tokenizer, recipe.prompt, rows, cut, max_length) == 1
-    assert count_truncated(tokenizer, recipe.prompt, rows, whole, 1000) == 0
-    assert count_truncated(tokenizer, recipe.prompt, rows, whole, None) == 0
-    with pytest.raises(UserError, match="leaves no room for its answer"):  # a prompt of that length, cut as TRL would
-        count_truncated(tokenizer, recipe.prompt, rows, [ids[:5] for ids in whole], 5)
+    answers = ["So.", "So and so.", "So. " * 9, "So. " * 30]
+    rows = [encode_row(tokenizer, recipe.prompt, {"full-question": "How?", "answer": text}) for text in answers]
+    assert count_truncated(rows, len(rows[2].ids)) == 1, "the third one just fits"
+    assert count_truncated(rows, 1000) == count_truncated(rows, None) == 0
+    with pytest.raises(UserError, match="leaves no room for its answer"):
+        count_truncated(rows, rows[0].question_length)
+    assert count_truncated(rows, rows[0].question_length + 1) == 4
+
+
+def test_a_row_whose_end_is_kept_keeps_its_answer(prepared: Path) -> None:
+    tokenizer, prompt = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe().prompt
+    row = encode_row(tokenizer, prompt, {"full-question": "How?", "answer": "So and so."})
+    assert count_truncated([row], 2, keep_end=True) == 1
+    with pytest.raises(UserError, match="leaves no room for its answer in max_length 1"):
+        count_truncated([row], 1, keep_end=True)
+
+
+def chat_trainer(prepared: Path, tmp_path: Path, max_length: int) -> Prepared:
+    recipe = tiny_recipe(**{"stages.0.trainer.max_length": max_length})
+    paths = Paths(prepared / "data" / "data.parquet", prepared / "base", tmp_path / "models", tmp_path / "cache")
+    return make_trainer(Context(recipe, recipe.stages[0], paths, plan_hardware(recipe.hardware, 2, 1), 1, True, "", ()))
+
+
+def test_the_numbers_of_rows_are_those_that_are_used(prepared: Path, tmp_path: Path) -> None:
+    """Also where all rows are cut."""
+    tokenizer, prompt = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe().prompt
+    rows = pq.read_table(prepared / "data" / "data.parquet").to_pylist()
+    shortest = 1 + max(encode_row(tokenizer, prompt, row).question_length for row in rows)
+    for max_length, num_truncated in ((1024, 0), (shortest, len(rows))):
+        made = chat_trainer(prepared, tmp_path, max_length)
+        assert made.facts["num_train_rows"] == len(made.trainer.train_dataset)
+        assert made.facts["num_validation_rows"] == len(made.trainer.eval_dataset)
+        assert made.facts["num_truncated_rows"] == num_truncated
+
+
+def test_rows_that_spell_special_tokens_are_counted(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_markers(recipe: Recipe, path: Path) -> list[pa.Table]:
+        train, validation = read_split(recipe, path)
+        rows = train.to_pylist()
+        rows[0]["answer"] += "<|im_end|>"
+        rows[2]["full-question"] += "<|im_start|>"
+        return [pa.Table.from_pylist(rows, train.schema), validation]
+
+    assert chat_trainer(prepared, tmp_path, 1024).facts["num_rows_with_special_tokens"] == 0
+    monkeypatch.setattr("tailtune.kinds.chat.train.read_split", with_markers)
+    assert chat_trainer(prepared, tmp_path, 1024).facts["num_rows_with_special_tokens"] == 2
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_moved_or_copied_run_has_its_own_best_checkpoint(tmp_path: Path, is_here: bool) -> None:
+    (before := tmp_path / "before" / "checkpoint-20").mkdir(parents=True)
+    here = tmp_path / "here"
+    if is_here:
+        (here / "checkpoint-20").mkdir(parents=True)
+    state = TrainerState(best_global_step=20, best_metric=1.0, best_model_checkpoint=str(before))
+    callback = MarkComplete({}, lambda: None)
+    callback.on_train_begin(SimpleNamespace(output_dir=str(here)), state, TrainerControl())
+    assert state.best_model_checkpoint == (str(here / "checkpoint-20") if is_here else None)
+    new = TrainerState()
+    callback.on_train_begin(SimpleNamespace(output_dir=str(here)), new, TrainerControl())
+    assert new.best_model_checkpoint is None
+
+
+def test_half_a_line_of_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    record_attempt(tmp_path, 0)
+    record_attempt(tmp_path, 7)
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"from_st')
+    assert read_attempts(tmp_path) == [0, 7]
+    record_attempt(tmp_path, 9)
+    assert read_attempts(tmp_path) == [0, 7, 9]
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["train", "validation"])
+def test_a_row_that_loses_its_answer_is_refused_on_both_sides(
+    side: int, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_a_long_question(recipe: Recipe, path: Path) -> list[pa.Table]:
+        sides = list(read_split(recipe, path))
+        long = sides[side].to_pylist()[:1]
+        long[0]["full-question"] += " Why?" * 200
+        sides[side] = pa.concat_tables([sides[side], pa.Table.from_pylist(long, sides[side].schema)])
+        return sides
+
+    monkeypatch.setattr("tailtune.kinds.chat.train.read_split", with_a_long_question)
+    with pytest.raises(UserError, match="tokens, which leaves no room for its answer in max_length 256"):
+        chat_trainer(prepared, tmp_path, 256)
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
@@ -295,8 +391,16 @@ class BeforeItIsComplete(TrainerCallback):
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, [1, 5]), (3, [1, 4, 5])])
 def test_the_newest_complete_checkpoint_remains_until_the_next_one_is_complete(
-    tmp_path: Path, limit: int | None, kept: list[int]
+    tmp_path: Path, limit: int | None, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rotated: list[int] = []
+
+    def rotate(directory: str, *arguments: Any) -> None:
+        newest = latest_complete(Path(directory))
+        rotated.append(step_of(newest) if newest else 0)
+        rotate_checkpoints(directory, *arguments)
+
+    monkeypatch.setattr(checkpoints, "rotate_checkpoints", rotate)
     limits = {"stages.0.trainer.save_total_limit": limit} if limit else {}
     recipe = tiny_recipe(**{"stages.0.trainer.max_steps": 5, "stages.0.trainer.eval_steps": 1}, **limits)
     config = sft_config(recipe, recipe.stages[0], plan_hardware(recipe.hardware, 2, 1), output_dir=tmp_path,
@@ -306,7 +410,7 @@ def test_the_newest_complete_checkpoint_remains_until_the_next_one_is_complete(
     saver = MarkComplete({}, lambda: None, limit=limit or NUM_CHECKPOINTS)
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 20
     Trainer(WorseAndWorse(), config, train_dataset=rows, eval_dataset=rows[:2], callbacks=[killed, saver]).train()
-    assert killed.resumable == [0, 1, 2, 3, 4]
+    assert killed.resumable == [0, 1, 2, 3, 4] and rotated == [1, 2, 3, 4, 5]
     assert max(map(len, killed.steps)) == len(kept) + 1, "those that are kept, and the one that is being written"
     assert sorted(map(step_of, tmp_path.glob("checkpoint-*"))) == kept
 
@@ -321,6 +425,16 @@ def test_rank_0_asks_before_every_save_whether_the_run_was_taken_over(event: str
     getattr(saver, event)(None, SimpleNamespace(is_world_process_zero=False), saving)
     with pytest.raises(UserError, match="taken over"):
         getattr(saver, event)(None, SimpleNamespace(is_world_process_zero=True), saving)
+
+
+def test_a_run_that_was_taken_over_does_not_resume(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise UserError("taken over")
+
+    interrupted = write_checkpoint(tmp_path, 1, complete=False)
+    with pytest.raises(UserError, match="taken over"):
+        find_checkpoint(tmp_path, {}, PartialState(cpu=True), refuse)
+    assert interrupted.exists(), "the other run may be writing it"
 
 
 @pytest.mark.parametrize(
@@ -355,16 +469,88 @@ def test_a_stage_does_not_depend_on_the_settings_of_others(prepared: Path) -> No
     assert training_key(recipe, first, prepared / "data", prepared / "base") == keys[0][0]
 
 
+@pytest.mark.parametrize(("field", "value", "same"), [("ranks_per_node", 1, False), ("memory", "80Gi", True)])
+def test_of_a_stages_resources_only_the_number_of_ranks_changes_the_training(
+    prepared: Path, field: str, value: object, same: bool
+) -> None:
+    recipes = [tiny_recipe(), tiny_recipe(**{f"stages.0.resources.{field}": value})]
+    plain, own = (training_key(each, each.stages[0], prepared / "data", prepared / "base") for each in recipes)
+    assert (plain == own) is same
+    assert own["settings"]["world_size"] == (2 if same else 1) and "resources" not in own["settings"]["stages.0"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"seed": 7}, {"prompt.system": "Answer at length."}, {"hardware.precision": "fp32"}, {"learning_rate": 0.5},
+     {"data.validation_share": 0.3}, {"data.split_by": "answer"}, {"ranks_per_node": 4}, {"stages.0.tail.mode": "off"}],
+    ids=str,
+)  # fmt: skip
+def test_the_key_depends_on_each_setting_of_the_weights(setting: dict[str, Any], prepared: Path) -> None:
+    recipes = tiny_recipe(), tiny_recipe(**{"generation.max_new_tokens": 9}), tiny_recipe(**setting)
+    first, same, other = (training_key(r, r.stages[0], prepared / "data", prepared / "base") for r in recipes)
+    assert first == same != other
+
+
+def test_the_key_depends_on_the_data_and_the_base_model(prepared: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe()
+    write_parquet(write_rows(tmp_path / "rows.jsonl", num_rows=51), tmp_path / "data", recipe.data)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    places = [(prepared / "data", prepared / "base"), (tmp_path / "data", prepared / "base"),
+              (prepared / "data", tmp_path / "base")]  # fmt: skip
+    keys = [training_key(recipe, recipe.stages[0], *place) for place in places]
+    assert keys[0] != keys[1] and keys[0] != keys[2]
+
+
+def test_a_checkpoint_is_saved_after_a_minute_and_then_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(callbacks.signal, "signal", lambda number, handler: None)
+    saver, state = SaveByTime(900), SimpleNamespace(global_step=1, max_steps=1000)
+    saver.on_train_begin(None, state, None)
+    saved = []
+    for now in range(0, 2000, 10):
+        control = SimpleNamespace(should_save=False)
+        saver.on_step_end(None, state, control)
+        if control.should_save:
+            saver.on_save(None, state, control)
+            saved.append(now)
+    assert saved == [60, 960, 1860]
+
+
+def test_the_log_has_a_line_per_entry_and_none_of_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress, "_clock", lambda: now)
+    caplog.set_level("INFO", "tailtune")
+    lines = LogLines(Progress("train: step", unit="steps"))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1000, max_steps=3000)
+    lines.on_train_begin(None, state, None)
+    now, state.global_step = 160.0, 1200
+    lines.on_step_end(None, state, None)
+    logs = {"loss": 3.046, "learning_rate": 2e-3, "grad_norm": 0.797, "tokens_per_second": 45717.4}
+    lines.on_log(None, state, None, logs)
+    lines.on_log(None, state, None, {"eval_loss": 2.25})
+    lines.on_log(None, state, None, {"train_runtime": 3.0})
+    lines.on_log(None, SimpleNamespace(is_world_process_zero=False), None, logs)
+    assert caplog.messages == [
+        "train: step 1,200/3,000 loss 3.0460 lr 2.00e-03 grad_norm 0.797 45,717 tokens/s ETA 9 min 00 s",
+        "train: step 1,200/3,000 eval_loss 2.2500",
+    ]
+    assert lines.progress._line(60) == "train: step 1,200/3,000 loss 3.0460 3.3 steps/s ETA 9 min 00 s"
+
+
 def test_progress_is_a_file_for_the_launcher(tmp_path: Path) -> None:
-    progress = WriteProgress(tmp_path / "progress.json")
+    writer = WriteProgress(tmp_path / "progress.json")
     state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
-    progress.on_log(None, state, None, {"loss": 2.5, "grad_norm": float("nan"), "learning_rate": 1e-3, "epoch": 1.0})
-    progress.on_log(None, state, None, {"eval_loss": 2.25})
+    writer.on_log(None, state, None, {"loss": 2.5, "grad_norm": float("nan"), "learning_rate": 1e-3, "epoch": 1.0})
+    writer.on_log(None, state, None, {"eval_loss": 2.25})
     written = json.loads((tmp_path / "progress.json").read_text())
     assert (written["step"], written["max_steps"]) == (3, 9) and written["remaining_seconds"] >= 0
     assert written["train"] == {"loss": 2.5, "grad_norm": None, "learning_rate": 1e-3}
     assert written["eval"] == {"eval_loss": 2.25}
-    progress.on_log(None, SimpleNamespace(is_world_process_zero=False), None, {"loss": 0.0})
+    writer.on_log(None, SimpleNamespace(is_world_process_zero=False), None, {"loss": 0.0})
     assert json.loads((tmp_path / "progress.json").read_text()) == written
 
 

@@ -18,19 +18,18 @@ def copy_lines(process: "subprocess.Popen[str]", rank: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "tee",
-                 "max-restarts", "monitor-interval", "shutdown-timeout"):  # fmt: skip
+                 "log-dir", "max-restarts", "monitor-interval", "shutdown-timeout"):  # fmt: skip
         parser.add_argument(f"--{name}")
     parser.add_argument("--nproc-per-node", type=int)
     parser.add_argument("-m", dest="module")
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
+    options, args = parser.parse_known_args()
     first = int(os.environ["PET_NODE_RANK"]) * options.nproc_per_node
     processes = []
     for rank in range(first, first + options.nproc_per_node):
         environment = {**os.environ, "RANK": str(rank)}
-        command = [sys.executable, "-m", options.module, *options.args]
+        command = [sys.executable, "-m", options.module, *args]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                           env=environment))  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])

@@ -67,6 +67,20 @@ def test_existing_shards_are_not_computed_again(
     assert third.fill() == 0
 
 
+def test_progress_of_filling_and_opening(
+    make_cache: Callable[..., HiddenStateCache], last_lines: Callable[[], list[str]]
+) -> None:
+    filled = make_cache()
+    filled.fill()
+    filled.load("host")
+    tokens, shards = sum(filled.rows.lengths), len(filled.shards)
+    assert last_lines() == [
+        f"tail: checking shard {shards}/{shards}",
+        f"tail: frozen layers, token {tokens}/{tokens}",
+        f"tail: opening shard {shards}/{shards}",
+    ]
+
+
 def test_each_rank_computes_only_its_share(
     make_cache: Callable[..., HiddenStateCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:

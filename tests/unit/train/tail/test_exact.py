@@ -1,8 +1,10 @@
 """Tail training gives the same losses and weights as TRL's SFTTrainer on the whole model."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tail_runs import ARCHITECTURES, Case, attach_tail, furthest, new_rows, prepare, relative, train, train_whole
@@ -44,6 +46,21 @@ def test_losses_and_weights_are_those_of_the_whole_model(
     assert furthest(without_key_bias(whole.weights), without_key_bias(tail.weights)) <= tolerance
     assert whole.trainer.state.num_input_tokens_seen == tail.trainer.state.num_input_tokens_seen
     assert (len(tail.trainer.model.rows.shared_prefix) > 0) == (shared > 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared", "accumulation"),
+    [("smollm3", 1.0, 1), ("gemma3_text", 0.6, 4), ("gpt_neox", 0.0, 1), ("smollm3-sliding", 0.6, 1)],
+)
+def test_conversations_with_several_answers_train_as_on_the_whole_model(
+    architecture: str, shared: float, accumulation: int, tmp_path: Path
+) -> None:
+    case = Case(architecture, "turns", shared, accumulation)
+    whole, tail = train_whole(case), train(case, tmp_path, tail=True)
+    assert relative(whole.losses, tail.losses) <= 1e-5
+    assert furthest(without_key_bias(whole.weights), without_key_bias(tail.weights)) <= 1e-5
+    labels = tail.trainer.model.rows.labels
+    assert max(int((np.diff(row != -100) > 0).sum()) for row in labels) >= 2, "several answers in a row"
 
 
 def without_key_bias(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -174,13 +191,16 @@ def test_the_best_model_at_the_end_is_an_earlier_one(tmp_path: Path) -> None:
     assert again == pytest.approx(min(evaluated.values()), rel=1e-6)
 
 
-def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(tmp_path: Path) -> None:
+def test_the_evaluation_loss_is_per_label_with_and_without_the_tail(
+    tmp_path: Path, last_lines: Callable[[], list[str]]
+) -> None:
     """Both therefore choose the same checkpoint as the best; a mean over batches is a different number."""
     case = Case("smollm3", arguments=(("per_device_eval_batch_size", 2),))
     by_batch = prepare(case, tmp_path, [])[1].evaluate()["eval_loss"]
     _, plain = prepare(case, tmp_path, [], FullModelTrainer)
     whole = plain.evaluate()["eval_loss"]
     tail = attach_tail(plain, tmp_path, []).evaluate()["eval_loss"]
+    assert [last_lines()[0], last_lines()[-1]] == ["train: evaluating batch 5/5", "train: evaluating row 9/9"]
     assert tail == pytest.approx(whole, rel=1e-6)
     assert abs(by_batch - whole) > 1e-3
 

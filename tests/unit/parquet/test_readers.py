@@ -1,111 +1,27 @@
+"""Source files of every format: good rows, and bad ones with their line and reason."""
+
 import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from converted import ENCODINGS, convert, data_of, make_rows, rejects_of, rows_of, texts
 
-from tailtune import manifest
 from tailtune.errors import UserError
-from tailtune.files import sha256_file
-from tailtune.manifest import publish
-from tailtune.parquet import json_reader, readers, write
+from tailtune.parquet import json_reader, readers
 from tailtune.parquet import lines as source_lines
-from tailtune.parquet.write import ParquetFacts, write_parquet
-from tailtune.recipe.schema import Data
+from tailtune.parquet.lines import Columns
+from tailtune.parquet.write import write_parquet
 
-SURVIVAL = {"full-question": "For {topic}, {question}", "answer": "{answer}"}
-GOOD = {"topic": "Knots", "question": "How do I tie a bowline?", "answer": "Make a loop – then pass the end."}
-
-
-def data_of(columns: dict[str, str] = SURVIVAL, **values: Any) -> Data:
-    return Data(**{"source": "x", "columns": columns, "split_by": next(iter(columns)), **values})
-
-
-def texts(**values: Any) -> Data:
-    """Return the data section of a recipe with only the column `a`, in which any share of rows can be bad."""
-    return data_of({"a": "{a}"}, **{"max_rejected_share": 1.0, **values})
-
-
-def rows_of(facts: ParquetFacts) -> list[dict[str, str]]:
-    return list(pq.read_table(facts.path).to_pylist())
-
-
-def rejects_of(facts: ParquetFacts) -> list[tuple[int, str]]:
-    lines = (facts.path.parent / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(bad["line"], bad["reason"]) for bad in map(json.loads, lines)]
-
-
-def convert(tmp_path: Path, name: str, content: bytes | str, data: Data) -> ParquetFacts:
-    source = tmp_path / name
-    source.write_bytes(content.encode() if isinstance(content, str) else content)
-    return write_parquet(source, tmp_path / "out", data)
-
-
-def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    words = [
-        "rope",
-        "knot",
-        "fire",
-        "water",
-        "boil",
-        "never",
-        "three minutes",
-        "wound –",
-        "press",
-        "café",
-        "火",
-    ]
-    pick = random.Random(seed).choices
-    return [
-        {
-            "topic": " ".join(pick(words, k=2)),
-            "question": f"{' '.join(pick(words, k=6))} {number}?",
-            "answer": ' "'.join(pick(words, k=14)) + "\\ \t.",
-        }
-        for number in range(count)
-    ]
-
-
-# -- formats ---------------------------------------------------------------------------------------
-
-
-def as_csv(rows_: list[dict[str, str]]) -> bytes:
-    def quoted(value: str) -> str:
-        return '"' + value.replace('"', '""') + '"'
-
-    lines = [",".join(rows_[0])] + [",".join(quoted(value) for value in row.values()) for row in rows_]
-    return ("\r\n".join(lines) + "\r\n").encode()
-
-
-def as_parquet(rows_: list[dict[str, str]]) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows_), sink)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-ENCODINGS: dict[str, Callable[[list[dict[str, str]]], bytes]] = {
-    "jsonl": lambda rows_: "".join(json.dumps(row) + "\n" for row in rows_).encode(),
-    "unicode.jsonl": lambda rows_: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows_).encode(),
-    "crlf.jsonl": lambda rows_: "\r\n".join(json.dumps(row) for row in rows_).encode(),
-    "blank-lines.jsonl": lambda rows_: "\n \n\n".join("  " + json.dumps(row) + "\t" for row in rows_).encode(),
-    "bom.jsonl": lambda rows_: b"\xef\xbb\xbf" + "\n".join(json.dumps(row) for row in rows_).encode(),
-    "json": lambda rows_: json.dumps(rows_).encode(),
-    "pretty.json": lambda rows_: json.dumps(rows_, indent=2, ensure_ascii=False).encode(),
-    "crlf.json": lambda rows_: json.dumps(rows_, indent="\t").replace("\n", "\r\n").encode(),
-    "compact.json": lambda rows_: b"\xef\xbb\xbf\n\n" + json.dumps(rows_, separators=(",", ":")).encode() + b"\n \n",
-    "lines.json": lambda rows_: "".join(json.dumps(row) + "\n" for row in rows_).encode(),
-    "csv": as_csv,
-    "bom.csv": lambda rows_: b"\xef\xbb\xbf" + as_csv(rows_),
-    "parquet": as_parquet,
-}
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "": lambda content: content,
     ".gz": gzip.compress,
@@ -136,6 +52,26 @@ def test_every_format_and_compression_gives_the_same_rows(
     ]
 
 
+@pytest.mark.parametrize("compression", COMPRESSED)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_progress_of_a_conversion(
+    tmp_path: Path, encoding: str, compression: str, last_lines: Callable[[], list[str]]
+) -> None:
+    name, content = f"data.{encoding}{compression}", COMPRESSED[compression](ENCODINGS[encoding](make_rows(60)))
+    convert(tmp_path, name, content, data_of())
+    whole = f"parquet: {name} {len(content) / 1000:.1f}/{len(content) / 1000:.1f} kB"
+    assert whole in last_lines() or (encoding == "parquet" and not compression), last_lines()
+    assert encoding != "parquet" or "parquet: row 60/60" in last_lines()
+
+
+def test_the_rows_of_an_array_are_progress_too(tmp_path: Path, last_lines: Callable[[], list[str]]) -> None:
+    """The array is read as a whole before the first row, which takes less time than its rows."""
+    convert(tmp_path, "data.json", ENCODINGS["json"](make_rows(60)), data_of())
+    found = re.fullmatch(r"parquet: data\.json ([\d.]+)/([\d.]+) kB", last_lines()[-1])
+    assert found and 0.9 * float(found[2]) < float(found[1]) <= float(found[2])
+    assert last_lines()[-2] == f"parquet: data.json {found[2]}/{found[2]} kB"
+
+
 def test_txt_has_one_row_per_line_that_is_not_blank(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbfThe first line \r\n\r\n \t\nbad \xff byte\n\x00 nul\n   indented\nlast"
     facts = convert(tmp_path, "data.txt", content, data_of({"text": "{text}"}, max_rejected_share=0.5))
@@ -161,15 +97,6 @@ def test_values_stay_as_they_are_written(tmp_path: Path) -> None:
     facts = convert(tmp_path, "data.csv", 'a,b\n007,"1\n2"\n1.50,\n', texts())
     assert [row["a"] for row in rows_of(facts)] == ["007", "1.50"]
 
-
-def test_template_keeps_escaped_braces_and_repeated_columns(tmp_path: Path) -> None:
-    data = data_of({"q": "{{{a}}} {a}: {b c}", "plain": "{a}"})
-    assert rows_of(convert(tmp_path, "data.jsonl", '{"b c": "y", "a": "x", "z": [1]}', data)) == [
-        {"q": "{x} x: y", "plain": "x"}
-    ]
-
-
-# -- bad rows --------------------------------------------------------------------------------------
 
 BAD_JSON_LINES: dict[str, tuple[bytes, str]] = {
     "not json": (b"hello", "broken JSON (Expecting value at character 1)"),
@@ -354,19 +281,10 @@ def test_parquet_texts_of_any_type(tmp_path: Path, values: pa.Array) -> None:
     ]
 
 
-def test_parquet_column_of_lists_is_an_error(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [["x"]]}), tmp_path / "data.parquet")
-    with pytest.raises(UserError, match=r"column 'a' is list<.*>, not text"):
+def test_parquet_column_that_is_neither_text_nor_a_list_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [True]}), tmp_path / "data.parquet")
+    with pytest.raises(UserError, match=r"column 'a' is bool, not text or numbers"):
         write_parquet(tmp_path / "data.parquet", tmp_path / "out", texts())
-
-
-def test_rejects_file_shows_a_short_text(tmp_path: Path) -> None:
-    facts = convert(tmp_path, "data.jsonl", '{"a": "x"}\n' + "é" * 5000 + '\n\xff{"a"\n', texts())
-    first = json.loads((facts.path.parent / "rejects.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert first["text"] == "é" * 500
-
-
-# -- batches and arrays ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -383,7 +301,7 @@ def test_batches_of_any_size_give_the_same_rows_and_rejects(
     (tmp_path / "data.jsonl").write_bytes(content)
 
     def outcome() -> Any:
-        batches = list(readers.read_rows(tmp_path / "data.jsonl", "jsonl", ["a"], tmp_path))
+        batches = list(readers.read_rows(tmp_path / "data.jsonl", "jsonl", Columns(["a"]), tmp_path))
         return (
             [value for batch in batches for value in batch.columns["a"].to_pylist()],
             [int(line) for batch in batches for line in batch.lines],
@@ -412,67 +330,6 @@ def test_array_and_lines_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert rows_of(convert(tmp_path, "data.json", array, texts())) == source
 
 
-# -- limits, duplicates, counts --------------------------------------------------------------------
-
-
-def lines_with_bad(total: int, bad: Iterable[int]) -> str:
-    return "".join(
-        "broken\n" if i in bad else json.dumps({**GOOD, "topic": f"t{i}"}) + "\n" for i in range(1, total + 1)
-    )
-
-
-def test_too_many_rejects_fail_and_leave_the_rejects_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        convert(tmp_path, "data.jsonl", lines_with_bad(200, range(3, 15)), data_of())
-    kept = tmp_path / "out.rejects.jsonl"
-    assert str(caught.value) == (
-        "12 of 200 rows (6.0 %) were rejected, above data.max_rejected_share 1 %; "
-        f"first: line 3: broken JSON (Expecting value at character 1); see {kept}"
-    )
-    assert [json.loads(line)["line"] for line in kept.read_text().splitlines()] == list(range(3, 15))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out.rejects.jsonl"]
-    facts = write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of(max_rejected_share=0.06))
-    assert (facts.num_rows, facts.num_rejected) == (188, 12)
-    assert len(facts.rejected_examples) == 5
-    assert not kept.exists(), "a file of an earlier failure would mislead"
-
-
-def test_failure_leaves_an_earlier_result_unchanged(tmp_path: Path) -> None:
-    before = convert(tmp_path, "data.jsonl", lines_with_bad(10, []), data_of())
-    with pytest.raises(UserError):
-        convert(tmp_path, "data.jsonl", lines_with_bad(10, [1]), data_of())
-    assert before.path.exists()
-
-
-def test_duplicates_are_removed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_lines, "BATCH_BYTES", 2000)
-    source = make_rows(300)
-    planted = source + source[:7] + [source[-1], {**source[0], "other": "column"}, {**source[0], "answer": "else"}]
-    random.Random(1).shuffle(planted)
-    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](planted), data_of())
-    assert (facts.num_rows, facts.num_duplicates, facts.num_rejected) == (301, 9, 0)
-    unique = dict.fromkeys((row["topic"], row["question"], row["answer"]) for row in planted)
-    assert [row["answer"] for row in rows_of(facts)] == [answer for _, _, answer in unique], "the first one is kept"
-
-
-def test_rows_that_join_to_the_same_text_are_not_duplicates(tmp_path: Path) -> None:
-    pairs = [("ab", "c"), ("a", "bc"), ("a\\u0000b", "c"), ("a", "b\\u0000c"), ("aÿ", "c"), ("a", "ÿc")]
-    content = "".join(f'{{"a": "{a}", "b": "{b}"}}\n' for a, b in pairs)
-    assert convert(tmp_path, "data.jsonl", content, data_of({"a": "{a}", "b": "{b}"})).num_duplicates == 0
-
-
-@pytest.mark.parametrize("batch_bytes", [1 << 20, 300])
-def test_max_rows_counts_the_same_in_any_block_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
-) -> None:
-    monkeypatch.setattr(source_lines, "BATCH_BYTES", batch_bytes)
-    good = [json.dumps({"a": f"row {i}"}) for i in range(50)]
-    content = "\n".join([*good[:5], "bad", *good[2:10], "bad", good[9], *good[10:], "bad"])
-    facts = convert(tmp_path, "data.jsonl", content, texts(max_rows=10))
-    assert [row["a"] for row in rows_of(facts)] == [f"row {i}" for i in range(10)]
-    assert (facts.num_rejected, facts.num_duplicates) == (1, 3)
-
-
 @pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "data.txt", "data.jsonl.gz", "data.csv.zst"])
 @pytest.mark.parametrize("content", [b"", b" \n\t\n\r\n", b"\xef\xbb\xbf"], ids=["empty", "blank", "BOM"])
 def test_file_without_rows_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
@@ -480,16 +337,6 @@ def test_file_without_rows_is_an_error(tmp_path: Path, name: str, content: bytes
     with pytest.raises(UserError, match="contains no rows"):
         convert(tmp_path, name, COMPRESSED[Path(name).suffix if name.count(".") > 1 else ""](content), data)
     assert not (tmp_path / "out").exists()
-
-
-COLUMN_MISSING = r"column 'topic' is not in the data; found: artist, lyrics, song; map your columns in data.columns"
-
-
-@pytest.mark.parametrize("encoding", ["jsonl", "json", "csv", "parquet"])
-def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path, encoding: str) -> None:
-    source = [{"artist": "A", "lyrics": f"la {i}", "song": "S"} for i in range(30)]
-    with pytest.raises(UserError, match=COLUMN_MISSING):
-        convert(tmp_path, f"data.{encoding}", ENCODINGS[encoding](source), data_of())
 
 
 @pytest.mark.parametrize(
@@ -523,88 +370,6 @@ def test_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, mes
 def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist; check data\.source"):
         write_parquet(tmp_path / "data.jsonl", tmp_path / "out", texts())
-
-
-# -- repeated runs ---------------------------------------------------------------------------------
-
-
-def test_second_call_changes_no_file(tmp_path: Path) -> None:
-    first = convert(tmp_path, "data.jsonl", lines_with_bad(200, [2]), data_of())
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of()) == first
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
-def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    content = ENCODINGS["jsonl"](make_rows(500))
-    first = convert(tmp_path, "data.jsonl", content, data_of())
-    (tmp_path / "other").mkdir()
-    assert convert(tmp_path / "other", "data.jsonl", content, data_of()).content_sha256 == first.content_sha256
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"columns": {"full-question": "{question}", "answer": "{answer}"}},
-        {"max_rows": 3},
-        {"max_rejected_share": 0.5},
-    ],
-    ids=str,
-)
-def test_changed_recipe_converts_again(tmp_path: Path, change: dict[str, Any]) -> None:
-    convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
-    before = (tmp_path / "out" / "manifest.json").read_text()
-    write_parquet(tmp_path / "data.jsonl", tmp_path / "out", data_of(**change))
-    assert (tmp_path / "out" / "manifest.json").read_text() != before
-
-
-def test_changed_content_converts_again(tmp_path: Path) -> None:
-    convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of())
-    assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(21)), data_of()).num_rows == 21
-
-
-def test_hash_of_the_fetch_step_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with publish(tmp_path / "raw", {"step": "fetch"}, {}) as partial:
-        (partial / "data.jsonl").write_bytes(ENCODINGS["jsonl"](make_rows(20)))
-
-    def hash_other_files(path: Path) -> str:
-        assert path.name != "data.jsonl", "the source was hashed again"
-        return sha256_file(path)
-
-    monkeypatch.setattr(manifest, "sha256_file", hash_other_files)
-    assert write_parquet(tmp_path / "raw" / "data.jsonl", tmp_path / "out", data_of()).num_rows == 20
-
-
-def test_manifest_of_another_program_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
-    assert convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(20)), data_of()).num_rows == 20
-
-
-# -- size and memory -------------------------------------------------------------------------------
-
-
-def test_survival_data_takes_at_most_80_kb(tmp_path: Path) -> None:
-    source = os.environ.get("TAILTUNE_SURVIVAL_DATA")
-    if not source:
-        pytest.skip("TAILTUNE_SURVIVAL_DATA does not name the 2,845-row survival file")
-    facts = write_parquet(Path(source), tmp_path / "out", data_of())
-    assert (facts.num_rows, facts.num_rejected, facts.num_duplicates) == (2845, 0, 0)
-    assert facts.parquet_bytes <= 80_000
-
-
-def test_small_file_is_compressed_better_than_by_default(tmp_path: Path) -> None:
-    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](make_rows(2845)), data_of())
-    pq.write_table(pq.read_table(facts.path), tmp_path / "default.parquet", compression="zstd")
-    assert facts.parquet_bytes < 0.9 * (tmp_path / "default.parquet").stat().st_size
-
-
-def test_several_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "ROW_GROUP_BYTES", 50_000)
-    monkeypatch.setattr(source_lines, "BATCH_BYTES", 10_000)
-    source = make_rows(2000)
-    facts = convert(tmp_path, "data.jsonl", ENCODINGS["jsonl"](source), data_of())
-    assert pq.ParquetFile(facts.path).num_row_groups > 3
-    assert [row["answer"] for row in rows_of(facts)] == [row["answer"] for row in source]
 
 
 MEMORY = """
