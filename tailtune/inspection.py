@@ -146,8 +146,7 @@ def inspect_sources(
     """
     if write_to:
         check_new_file(write_to)
-    for line in _describe(sources, recipe, write_to, parameters):
-        yield "".join(filter(str.isprintable, line))
+    yield from _describe(sources, recipe, write_to, parameters)
 
 
 def _describe(sources: list[str], recipe: Recipe, write_to: Path | None, parameters: Sequence[str]) -> Iterator[str]:
