@@ -46,7 +46,7 @@ def _report(error: Exception) -> None:
     if known is not error and SHOW_TRACEBACK in os.environ:
         click.echo(traceback.format_exc(), err=True)
     elif known is not error and not isinstance(error, OSError):
-        known = UserError(known.problem, f"{known.remedy}: {SHOW_TRACEBACK}=1 shows it")
+        known = UserError(known.problem, f"{known.remedy} ({SHOW_TRACEBACK}=1 shows the traceback)")
     click.echo(f"error: {known}", err=True)
 
 

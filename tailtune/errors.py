@@ -9,6 +9,7 @@ MAX_PROBLEM = 2_000
 """Characters of an error's problem and of its remedy; the middle of a longer one is cut."""
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters but tab and newline, marks that change the direction of text, other line ends, surrogates."""
+NO_SPACE = re.compile("No space left on device|Disk quota exceeded")
 REMEDIES = {
     errno.ENOSPC: "make room there and run again",
     errno.EDQUOT: "raise the quota or delete something, and run again",
@@ -69,9 +70,11 @@ def explain(error: BaseException) -> UserError:
         return UserError("out of memory", "free some, or give this machine or step more")
     if isinstance(error, RecursionError):
         return UserError("something is nested too deeply", "look for brackets within brackets in the input")
+    if isinstance(error, Exception) and (full := NO_SPACE.search(str(error))):  # of a library in another language
+        return UserError(f"{full[0]}: {one_line(error)}", REMEDIES[errno.ENOSPC])
     return UserError(
         f"unexpected {type(error).__name__}: {one_line(error)}",
-        "this is a fault of tailtune: please report it with its traceback",
+        "this is a fault of tailtune: please report it",
     )
 
 

@@ -22,7 +22,8 @@ from tailtune.signals import on_stop
 
 END_SECONDS = 30
 """How much longer than its ranks torchrun may take to end."""
-NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
+NUM_LAST_LINES = 60
+NUM_KEPT_LINES = 300  # torchrun's report of a failure has about 20 lines, and the traceback of the first rank
 REPORT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
 """First line of torchrun's report of a failure."""
 
@@ -68,7 +69,7 @@ def run_torchrun(
     fail again. The first stop signal is forwarded as SIGTERM, so that the ranks save a checkpoint; they
     and torchrun get one too when this process ends without waiting for them.
     """
-    last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    last_lines: deque[str] = deque(maxlen=NUM_KEPT_LINES)
     user_error = None
     with tempfile.TemporaryDirectory() as folder:
         exception_path, user_error_path = Path(folder) / "exception.json", Path(folder) / "user_error.json"
@@ -125,7 +126,7 @@ def run_torchrun(
             end(process, shutdown_seconds + END_SECONDS)
         user_error = user_error or parse_user_error(read_json(user_error_path))
         output = "\n".join(last_lines)
-        own = own_lines(last_lines)
+        own = own_lines(last_lines)[-NUM_LAST_LINES:]
         failure = first_failure(output, exception_path, status, next(filter(None, reversed(own)), "")) if status else ""
         restarts_used_up = bool(status and ROOT_CAUSE.search(output))
     return TorchrunResult(status, user_error, bool(received), failure, restarts_used_up, own)

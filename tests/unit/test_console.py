@@ -48,6 +48,10 @@ def test_an_error_is_one_line_of_a_sensible_length() -> None:
         (OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)), "File name too long; choose a shorter name"),
         (MemoryError(), "out of memory; free some"),
         (RecursionError("maximum recursion depth exceeded"), "something is nested too deeply; look for"),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            "No space left on device: I/O error: No space",
+        ),
         (KeyError("x\ny"), "unexpected KeyError: 'x\\ny'; this is a fault of tailtune"),
         (UserError("bad", "good"), "bad; good"),
     ],
@@ -65,7 +69,7 @@ def fails() -> None:
 def test_a_fault_of_a_command_is_one_line_and_its_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(fails)
     assert done.exit_code == 3 and done.stderr.startswith("error: unexpected TypeError: unhashable type: 'list'; ")
-    assert done.stderr.endswith(f"{SHOW_TRACEBACK}=1 shows it\n") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f"{SHOW_TRACEBACK}=1 shows the traceback)\n") and done.stderr.count("\n") == 1
     monkeypatch.setenv(SHOW_TRACEBACK, "1")
     assert "Traceback (most recent call last)" in CliRunner().invoke(fails).stderr
 
