@@ -18,8 +18,8 @@ from tailtune.parquet.lines import BadRow, Columns, Record, Source, find_columns
 from tailtune.progress import Progress
 
 BATCH_ROWS = 2048
-BATCH_BYTES = 64 << 20
-"""Of the encoded values of a batch, on average."""
+BATCH_BYTES = 1 << 30
+"""What the values of a batch can have at most, as a dictionary repeats long ones for a few bits each."""
 MAX_FIELDS = 1000
 """Of the objects of a column, with those in lists and objects below."""
 NO_VALUE = pa.null()
@@ -66,28 +66,38 @@ def read_parquet(source: Source, columns: Columns) -> Iterator[Record]:
 
 
 def _batch_rows(metadata: pq.FileMetaData, names: Sequence[str]) -> int:
-    """Return how many rows are read at once: fewer where rows are long."""
-    longest = 1.0
+    """Return how many rows are read at once, for each of which a dictionary may hold a value of its own size."""
+    row_bytes = 1
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         chunks = [group.column(number) for number in range(group.num_columns)]
-        num_bytes = sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in names)
-        longest = max(longest, num_bytes / max(group.num_rows, 1))
-    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / longest)))
+        wanted = [each for each in chunks if each.path_in_schema.split(".")[0] in names]
+        row_bytes = max(row_bytes, sum(map(_longest_value, wanted)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+
+
+def _longest_value(chunk: pq.ColumnChunkMetaData) -> int:
+    """Return a limit on the bytes of a value in a chunk's dictionary, which its metadata do not say by themselves."""
+    if not chunk.has_dictionary_page:
+        return 0
+    data_bytes = chunk.total_compressed_size - (chunk.data_page_offset - (chunk.dictionary_page_offset or 0))
+    return max(0, chunk.total_uncompressed_size - max(0, data_bytes))
 
 
 def _row_sizes(batch: pa.RecordBatch) -> list[int]:
-    """Return the bytes of each row: of texts exactly, also of those that a dictionary repeats."""
+    """Return the bytes of each row: of texts exactly, of numbers, lists and objects on average."""
     sizes = pa.repeat(0, batch.num_rows)
     for column in batch.columns:
-        values = column.dictionary if pa.types.is_dictionary(column.type) else column
-        if pa.types.is_nested(values.type) or not _is_textual(values.type) or pa.types.is_null(values.type):
-            sizes = pc.add(sizes, column.nbytes // max(batch.num_rows, 1))
-            continue
-        if not pa.types.is_primitive(values.type) and not pa.types.is_decimal(values.type):
-            lengths = pc.binary_length(values.cast(pa.large_binary()))
-            lengths = lengths.take(column.indices) if pa.types.is_dictionary(column.type) else lengths
-            sizes = pc.add(sizes, pc.fill_null(lengths.cast(pa.int64()), 0))
+        if pa.types.is_dictionary(column.type):
+            lengths = pc.binary_length(column.dictionary.cast(pa.large_binary())).take(column.indices)
+        elif any(
+            test(column.type)
+            for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+        ):
+            lengths = pc.binary_length(column)
+        else:
+            lengths = pa.repeat(column.nbytes // max(batch.num_rows, 1), batch.num_rows)
+        sizes = pc.add(sizes, pc.fill_null(lengths.cast(pa.int64()), 0))
     return list(sizes.to_pylist())
 
 
@@ -201,17 +211,13 @@ def _has_empty_object(data_type: pa.DataType) -> bool:
 
 @contextmanager
 def _open(source: Source) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. A compressed one is decompressed first, because Parquet is read from its end.
-
-    Texts stay dictionaries where the file has them as such: a long one can be repeated any number of times.
-    """
+    """Open a Parquet file. A compressed one is decompressed first, because Parquet is read from its end."""
     path = source.path
     try:
         if source.compression:
             path = source.scratch / "source.parquet"
             _decompress(source, path)
-        texts = [field.name for field in pq.read_schema(path) if _is_textual(field.type)]
-        with pq.ParquetFile(path, pre_buffer=False, read_dictionary=texts) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             yield file
     finally:
         if source.compression:
@@ -229,6 +235,8 @@ def _decompress(source: Source, path: Path) -> None:
                     "decompress it where there is space, and set data.source to the result: Parquet compresses itself",
                 )
             out.write(part)
+            if not part.startswith(b"PAR1") and out.tell() == len(part):
+                return  # no Parquet file, which the reader will say
 
 
 def _is_textual(data_type: pa.DataType) -> bool:

@@ -166,7 +166,7 @@ def _read_records(source: Source, columns: Columns | None) -> Generator[Record, 
 # -- CSV -------------------------------------------------------------------------------------------
 
 
-REREAD_BYTES = 1 << 30
+REREAD_BYTES = 1 << 28
 """How much of a file may be read again after quotes that are never closed."""
 DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
