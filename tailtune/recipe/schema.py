@@ -162,6 +162,10 @@ class Data(Config):
     max_rows: Annotated[int, Field(ge=1)] | None = None
     """Of `source`, and again of `validation_source`."""
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    max_row_bytes: Annotated[int, Field(ge=1, le=1_000_000_000)] = 16_000_000
+    """Longer rows are rejected. Bounds the memory of the parquet step."""
+    max_file_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
+    """Of a compressed file, after decompression; the step stops there."""
     split_by: str | None = None
     """The column that decides between training and validation: rows with equal values are on the same side."""
     validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -293,7 +293,7 @@ FILES: list[Row] = [
     ("JSON array is cut off", data_file("rows.json", f"[{ROW},{{"), 1, "the JSON array does not end"),
     ("answers are blank", data_file("rows.jsonl", ROW.replace("So.", " ") * 3), 1,
      "3 of 3 rows (100.0 %) were rejected, above data.max_rejected_share 1 %; first: line 1: column 'answer' is empty"),
-    ("text is UTF-16", data_file("rows.jsonl", ROW.encode("utf-16")), 1, "line 1: invalid UTF-8"),
+    ("text is UTF-16", data_file("rows.jsonl", ROW.encode("utf-16")), 1, "rows.jsonl is UTF-16, not UTF-8; convert it with iconv"),
     ("every row is bad", data_file("rows.jsonl", "[1]\n", max_rejected_share=1.0), 1,
      "no row is left: 1 of 1 rows (100.0 %) were rejected; first: line 1: not a JSON object"),
     ("too few rows to split", in_step(lambda p: split_rows(pa.table({"q": ["a"]}), "q", 0.1, 1)), 1,
