@@ -3,13 +3,13 @@
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -26,6 +26,7 @@ from tailtune.config import Config, copied_column, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
+from tailtune.recipe.values import parse_yaml
 
 Quantity = Annotated[
     str,
@@ -102,7 +103,7 @@ class Model(Config):
     @property
     def directory(self) -> Path | None:
         """The directory that `base_model` names, if it is one."""
-        path = Path(self.base_model).expanduser()
+        path = Path(os.path.expanduser(self.base_model))
         return path if self.base_model != "small" and path.is_dir() else None
 
     @model_validator(mode="after")
@@ -119,8 +120,8 @@ def _check_sources(value: Any) -> Any:
     """
     if isinstance(value, str) and re.fullmatch(r"\s*\[([^]]*|.*\]\s*)", value, re.DOTALL):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
+            value = parse_yaml(value)
+        except ValueError:
             raise ValueError('is not a list; write ["first.jsonl", "second.jsonl"]') from None
     for source in value if isinstance(value, list) and value else [value]:
         if not isinstance(source, str) or not source:
@@ -252,11 +253,12 @@ class LastLayers(Config):
         return self
 
 
+UNION_TAGS = ("<last_layers>", "<all>")
+"""They are not part of a key: messages leave them out."""
 TrainWeights = Annotated[
-    Annotated[LastLayers, Tag("<last_layers>")] | Annotated[Literal["all"], Tag("<all>")],
-    Discriminator(lambda value: "<all>" if isinstance(value, str) else "<last_layers>"),
+    Annotated[LastLayers, Tag(UNION_TAGS[0])] | Annotated[Literal["all"], Tag(UNION_TAGS[1])],
+    Discriminator(lambda value: UNION_TAGS[isinstance(value, str)]),
 ]
-"""The tags, in angle brackets, are not part of a key: messages leave them out."""
 
 RENAMED = {
     "num_trainable_layers": "train_weights.last_layers",
