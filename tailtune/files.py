@@ -82,11 +82,12 @@ def _integer(digits: str) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON file's value; None if there is no file, or nothing in it that `parse_json` can read."""
+    """Return the object of a JSON file; None if there is no file, or no complete JSON object in it."""
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    return value if isinstance(value, dict) else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -607,8 +607,13 @@ COMMANDS: list[Row] = [
      "error: TMP/no.json is not a file; give the evaluation.json of a run"),
     ("gate a file without metrics", gate({"loss": 1}), 1,
      'error: TMP/evaluation.json contains no "metrics"; give the evaluation.json of a run'),
-    ("gate broken JSON", gate("{"), 1, 'error: TMP/evaluation.json contains no "metrics"'),
-    ("gate bytes", gate(b"\xff\xfe\x00"), 1, 'error: TMP/evaluation.json contains no "metrics"'),
+    ("gate broken JSON", gate("{"), 1, "error: TMP/evaluation.json is not JSON that can be judged: Expecting property"),
+    ("gate bytes", gate(b"\xff\xfe\x00"), 1, "TMP/evaluation.json is not JSON that can be judged: 'utf-8' codec"),
+    ("gate brackets without end", gate("[" * 100_000), 1,
+     "judged: brackets within brackets in too many levels; give the evaluation.json of a run"),
+    ("gate a number of 5,000 digits", gate(f'{{"metrics": {{"a": {"1" * 5000}}}}}'), 1, "a number of 5,000 digits"),
+    ("gate a metric that stands twice", gate('{"metrics": {"answer_loss_vs_base": 2, "answer_loss_vs_base": 0}}'), 1,
+     "error: TMP/evaluation.json is not JSON that can be judged: duplicate key 'answer_loss_vs_base'; give"),
     ("gate a list of metrics", gate({"metrics": [1]}), 1, 'error: TMP/evaluation.json contains no "metrics"'),
     ("unknown command", tailtune_command("aks"), 2, "No such command 'aks'"),
     ("train without data", train_command("--recipe", "survival", "--model-dir", "TMP", "--data-dir", "TMP"), 1,
@@ -626,7 +631,7 @@ VERDICTS: list[Row] = [
     ("a metric is a word", gate({"metrics": METRICS | {"tuned_token_accuracy": "good"}}), 1,
      "the metric is str 'good', not a number"),
     ("a metric is beyond all floats", gate({"metrics": METRICS | {"tuned_token_accuracy": 10**400}}), 1,
-     "FAIL  tuned_token_accuracy 1000"),
+     "FAIL  tuned_token_accuracy a number of about 398 digits (>= "),
 ]  # fmt: skip
 
 BAD = {"file": FILES, "recipe": RECIPES, "flag": FLAGS, "command": COMMANDS}
