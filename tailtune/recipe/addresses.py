@@ -24,7 +24,7 @@ _AUTHORITY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):[/\\]+([^/\\?#]*)")
 _LOGIN = re.compile(r"^[^/\\:@]+:[^/\\@]*@")
 """`user:password@host/file`, without a scheme."""
 _REPLACED = re.compile(r"\{\{|\$\$|\$\(|/kfp-workspace")
-"""What KFP, Argo and Kubernetes replace in a step's arguments."""
+"""What KFP, Argo and Kubernetes replace in a step's arguments, parameters that are not JSON among them."""
 
 
 def check_address(text: str) -> str:
@@ -41,6 +41,12 @@ def check_plain(text: str) -> str:
     if found := _REPLACED.search(text):
         raise ValueError(f"contains '{found[0]}', which pipeline servers replace; use a name without it")
     return text
+
+
+def literal(json_text: str) -> str:
+    """Return a JSON text with escapes in place of all that pipeline servers would replace in a step's arguments."""
+    text = json_text.replace("{{", r"\u007b\u007b").replace("$", r"\u0024")
+    return text.replace("/kfp-workspace", r"\u002fkfp-workspace")
 
 
 def without_secrets(text: str) -> str:

@@ -26,6 +26,7 @@ from tailtune.config import Config, copied_column, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
+from tailtune.recipe.addresses import check_plain, literal
 from tailtune.recipe.values import parse_yaml
 
 Quantity = Annotated[
@@ -38,6 +39,8 @@ UNITS: dict[str, int | Decimal] = {
     "": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
 }  # fmt: skip
+PlainText = Annotated[str, AfterValidator(check_plain)]
+"""A text that is a run parameter as it is."""
 VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
 ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
@@ -94,9 +97,9 @@ class SmallModel(Config):
 
 
 class Model(Config):
-    base_model: Annotated[str, Field(min_length=1)]
+    base_model: Annotated[str, Field(min_length=1), AfterValidator(check_plain)]
     """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
-    revision: str = "main"
+    revision: PlainText = "main"
     """Branch, tag or commit on the hub. The commit is recorded at the first fetch, and later fetches keep it."""
     small: SmallModel | None = None
 
@@ -126,6 +129,7 @@ def _check_sources(value: Any) -> Any:
     for source in value if isinstance(value, list) and value else [value]:
         if not isinstance(source, str) or not source:
             raise ValueError("give one source, or a list of them, each a text that is not empty")
+        check_plain(source)
     return value
 
 
@@ -279,13 +283,13 @@ class JobResources(Config):
     checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
     """A checkpoint is saved at the end of the first step after this time, the first one after a minute."""
     # Per pod, on a cluster:
-    gpu: str = "nvidia.com/gpu"
+    gpu: PlainText = "nvidia.com/gpu"
     """Name of the GPU resource. Empty: train on the CPU."""
     cpu: Quantity = "6"
     cpu_request: Quantity = "4"
     memory: Quantity = "20Gi"
     memory_request: Quantity = "16Gi"
-    queue: str = ""
+    queue: PlainText = ""
     """Name of a Kueue LocalQueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
     node_selector: dict[str, str] = {}
@@ -532,7 +536,7 @@ class Recipe(Config):
 
     def to_json(self) -> str:
         """Return the recipe as JSON, the form in which it is one parameter of the pipeline."""
-        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
+        return literal(json.dumps(self.model_dump(mode="json"), ensure_ascii=False))
 
 
 def _amount(quantity: str) -> Decimal:
