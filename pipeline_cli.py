@@ -24,6 +24,7 @@ from tailtune.errors import UserError
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
 from tailtune.owner import in_progress
+from tailtune.recipe.addresses import literal
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.resolve import check_recipe, check_run_name, check_volume_names
@@ -437,4 +438,4 @@ def main(
 def _print_resolved(recipe: Recipe) -> None:
     jobs = {stage.name: recipe.resources_of(stage).model_dump(mode="json") for stage in recipe.stages}
     resolved = {"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json()), "jobs": jobs}
-    click.echo(json.dumps(resolved, indent=2))
+    click.echo(literal(json.dumps(resolved, indent=2)))

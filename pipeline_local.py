@@ -235,7 +235,7 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
     """Return the recipe of a local run: that of the run to continue, or the named one with its `local:` overlay."""
     stored = Path("runs") / (run_name or ".") / "workspace" / "run.json"
     if recipe_name is None and run_name and stored.is_file():
-        recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
+        recipe = Run.from_json(stored.read_text(encoding="utf-8", errors="replace")).recipe
         click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
     else:
         loaded = load_recipe(recipe_name or "survival")
@@ -255,13 +255,13 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
             click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
             recipe = with_overrides(recipe, {recipe.resource_key(index, "ranks_per_node"): num_gpus})
     for source in recipe.data.all_sources:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         if "://" not in source and source != "embedded" and not path.exists() and not matching_paths(path):
             raise UserError(
                 f"data source {source} does not exist", "give -p data_source= a path, an address, or embedded"
             )
     model = recipe.model.base_model
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+    if model.startswith(("/", ".", "~")) and not Path(os.path.expanduser(model)).is_dir():
         remedy = "give -p base_model= a directory, OWNER/NAME, or small"
         raise UserError(f"base model {model} is not a directory", remedy)
     return recipe
@@ -282,5 +282,5 @@ def _absolute(value: Any) -> Any:
         return [_absolute(each) for each in value]
     if not isinstance(value, str) or value in ("", "small", "embedded"):
         return value
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     return str(path.resolve()) if path.exists() or matching_paths(path) else value

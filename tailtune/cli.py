@@ -9,7 +9,6 @@ import click
 from tailtune import __version__
 from tailtune.console import command_line, echo_lines
 from tailtune.errors import UserError
-from tailtune.files import read_json
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
 from tailtune.manifest import read_manifest
@@ -104,17 +103,9 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
 @command_line(1)
 def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
     """Judge an EVALUATION (JSON file with `metrics`) against a recipe's rules; exit status 1 when it fails."""
-    from tailtune.gate import judge, verdict_lines
+    from tailtune.gate import judge, read_metrics, verdict_lines
 
-    if not evaluation.is_file():
-        raise UserError(f"{evaluation} is not a file", "give the evaluation.json of a run")
-    try:
-        document = read_json(evaluation)
-    except UnicodeDecodeError:
-        document = None
-    if not isinstance(document, dict) or not isinstance(document.get("metrics"), dict):
-        raise UserError(f'{evaluation} contains no "metrics"', "give the evaluation.json of a run")
-    verdict = judge(_recipe(recipe, parameters).gate, document["metrics"])
+    verdict = judge(_recipe(recipe, parameters).gate, read_metrics(evaluation))
     echo_lines(verdict_lines(verdict))
     sys.exit(0 if verdict["passed"] else 1)
 

@@ -335,7 +335,7 @@ def _source_in(source: str, folder: Path) -> str:
     """Return a source as a recipe in the folder names it: a path below the folder, or an absolute one."""
     if not _is_local(source):
         return without_secrets(source)
-    path, base = (Path(os.path.abspath(each)) for each in (Path(source).expanduser(), folder))
+    path, base = (Path(os.path.abspath(each)) for each in (Path(os.path.expanduser(source)), folder))
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
