@@ -12,7 +12,7 @@ from tailtune import images
 def fetch_model(run: str) -> str:
     """Return the directory of the base model."""
     from tailtune.fetch.certificates import trust_mounted_certificates
-    from tailtune.fetch.model import provide_base_model
+    from tailtune.fetch.model import check_base_model, provide_base_model
     from tailtune.log import step
     from tailtune.resolve import claim_directories
     from tailtune.retention import remove_old_runs
@@ -24,5 +24,6 @@ def fetch_model(run: str) -> str:
         claim_directories(this)
         remove_old_runs(this)  # as the step beside this one: whichever is first
         if this.recipe.model.base_model != "small" and not this.recipe.data.skip_unchanged:
-            provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir, store=this.base_models_dir)
+            base = provide_base_model(this.recipe, this.parquet_dir, this.base_model_dir, store=this.base_models_dir)
+            check_base_model(this.recipe, base)  # in seconds, and not by ranks that are restarted
         return str(this.base_model_path)

@@ -18,6 +18,7 @@ from tailtune.fetch import transfer
 from tailtune.fetch.hub import hub_endpoint, query_hub
 from tailtune.fetch.lease import one_writer
 from tailtune.files import GARBAGE, discard, read_json, sha256_file, sha256_json, write_json
+from tailtune.kinds import kind_module
 from tailtune.log import log
 from tailtune.manifest import RESULTS_VERSION, content_sha256, publish, read_manifest
 from tailtune.parquet.split import read_split
@@ -54,6 +55,11 @@ def provide_base_model(
     if store is None:
         return fetch_model(name, directory, revision=recipe.model.revision)
     return provide_shared_model(name, directory, store, revision=recipe.model.revision)
+
+
+def check_base_model(recipe: Recipe, directory: Path) -> None:
+    """Load the base model without its weights, as training will load it with them. Raises UserError."""
+    kind_module(recipe.stages[0].kind, "inference").check_model(directory, recipe.prompt)
 
 
 def _provide_small_model(recipe: Recipe, data_dir: Path, directory: Path, cache_dir: Path | None) -> Path:

@@ -5,6 +5,7 @@ Nothing else imports a kind by its name, apart from the recipe's schema. Each fo
 - `config.py`: the kind's settings, and `METRICS`, its `MetricTable`. Imports no torch.
 - `train.py`: `make_trainer` returns a ready Hugging Face Trainer.
 - `evaluate.py`: `evaluate_model` scores one model; `measure_floor` is needed where `METRICS` has a floor.
+- `inference.py`: `check_model` refuses a base model that cannot be trained, without reading its weights.
 - `style.py`: `measure_data` describes the rows by the metrics of `METRICS` that are `of_texts`. Imports no torch.
 - `sections.py`: `write_demo` asks both models the demo questions for the report; `loading_lines` load the model.
 

@@ -1,6 +1,6 @@
 """Which weights of a model train, in which precision, and how they are saved."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers.utils.logging import set_tqdm_hook
 from tailtune.errors import UserError, one_line
 from tailtune.progress import track
 from tailtune.recipe.schema import TrainWeights
+from tailtune.train.faults import is_of_machine
 from tailtune.train.hardware import HardwarePlan
 
 OWN_FILES_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -22,12 +23,16 @@ OWN_FILES_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code":
 
 @contextmanager
 def explain_unreadable(directory: Path) -> Iterator[None]:
-    """Raise UserError when a model or tokenizer that is loaded in this block is not in `directory`."""
+    """Raise UserError when a model or tokenizer cannot be loaded in this block: Transformers raises any exception."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        if is_of_machine(error):
+            raise
         raise UserError(
-            f"no model can be loaded from {directory}: {one_line(error)}",
+            f"no model can be loaded from {directory}: {type(error).__name__}: {one_line(error)}",
             "give the directory of a Transformers model with its tokenizer",
         ) from None
 
@@ -51,6 +56,16 @@ def load_causal_lm(directory: Path, **options: Any) -> PreTrainedModel:
                 "give a complete causal language model",
             )
     return model
+
+
+def refuse_unknown_tokens(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Raise UserError for a token id that has no embedding: on a GPU, it would end in a CUDA error."""
+    highest, rows = max(ids), len(model.get_input_embeddings().weight)
+    if highest >= rows:
+        raise UserError(
+            f"the tokenizer makes a token {highest}, but the model has embeddings for {rows} tokens only",
+            "give a model with the tokenizer that belongs to it",
+        )
 
 
 @contextmanager

@@ -15,9 +15,15 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from tailtune.kinds.chat.config import Generation, Prompt
-from tailtune.kinds.chat.prompt import Message, encode_question, freeze_chat_template, question_messages
+from tailtune.kinds.chat.prompt import (
+    Message,
+    encode_messages,
+    encode_question,
+    freeze_chat_template,
+    question_messages,
+)
 from tailtune.progress import Progress
-from tailtune.train.weights import OWN_FILES_ONLY, explain_unreadable, load_causal_lm
+from tailtune.train.weights import OWN_FILES_ONLY, explain_unreadable, load_causal_lm, refuse_unknown_tokens
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,21 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with the frozen chat template. Raises UserError when there is none."""
     with explain_unreadable(directory):
         tokenizer = AutoTokenizer.from_pretrained(directory, **OWN_FILES_ONLY)
-    freeze_chat_template(tokenizer)
+        freeze_chat_template(tokenizer)
     return tokenizer
+
+
+def check_model(directory: Path, prompt: Prompt) -> None:
+    """Raise UserError for a base model that cannot be trained on conversations; its weights are not read.
+
+    Its files are complete, its tokenizer works, and its chat template renders a conversation.
+    """
+    tokenizer = load_tokenizer(directory)
+    model = load_causal_lm(directory, device_map="meta")
+    sample = [*question_messages(prompt, "How are you?"), {"role": "assistant", "content": "I am well."}]
+    with explain_unreadable(directory):
+        ids = encode_messages(tokenizer, sample).ids
+    refuse_unknown_tokens(model, [*ids, tokenizer.pad_token_id])
 
 
 def load_chat_model(directory: Path) -> ChatModel:

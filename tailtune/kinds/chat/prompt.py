@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tailtune.config import fill_template
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.kinds.chat.config import Prompt
 from tailtune.log import log
 from tailtune.train.tail.tokenized_rows import IGNORED
@@ -163,8 +163,16 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, asks: bool = False) -> str:
-    """The text of a conversation; `asks` adds the header of the assistant's turn that follows."""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+    """The text of a conversation; `asks` adds the header of the assistant's turn that follows. Raises UserError."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program
+        raise UserError(
+            f"the chat template cannot render a conversation: {type(error).__name__}: {one_line(error)}",
+            "correct the base model's chat template, or use a model with ChatML markers",
+        ) from None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from tailtune.train.hardware import HardwarePlan
 from tailtune.train.run import Context, Prepared
 from tailtune.train.tail.tokenized_rows import IGNORED
 from tailtune.train.tail.trainer import TailLoop, attach
-from tailtune.train.weights import load_model, select_trainable
+from tailtune.train.weights import load_model, refuse_unknown_tokens, select_trainable
 
 
 def make_trainer(context: Context) -> Prepared:
@@ -49,6 +49,7 @@ def make_trainer(context: Context) -> Prepared:
         for rows in (train_rows, validation_rows)
     )
     model = load_model(context.paths.base_model, plan, stage.train_weights)
+    refuse_unknown_tokens(model, (token for rows in (train_rows, validation_rows) for row in rows for token in row.ids))
     num_parameters = model.num_parameters()  # before untying adds the head's own copy
     select_trainable(model, stage.train_weights)
     num_trainable = model.num_parameters(only_trainable=True)

@@ -63,9 +63,26 @@ def test_too_little_memory_is_not_repeated_at_all(tmp_path: Path, error: Excepti
 
 @pytest.mark.parametrize(
     "error",
+    [ValueError("Seed must be between 0 and 2**32 - 1"), ImportError("no bitsandbytes"), KeyError("lr"),
+     AttributeError("no such thing"), TypeError("'int' is not callable"), NotImplementedError(), AssertionError()],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_what_the_input_has_caused_before_the_first_step_is_not_repeated(tmp_path: Path, error: Exception) -> None:
+    def fault() -> None:
+        raise error
+
+    raised = attempt(fault, tmp_path, step=0)
+    assert isinstance(raised, UserError) and raised.remedy
+    assert raised.problem.startswith(f"the training cannot begin: {type(error).__name__}")
+    assert attempt(fault, tmp_path, step=1) is error, "later, it may be chance"
+
+
+@pytest.mark.parametrize(
+    "error",
     [OSError(5, "Input/output error"), dist.DistBackendError("NCCL error"), UserError("bad", "data"),
      RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.4]:28671"),
      RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+     ValueError("[gloo] Timed out waiting for the other ranks"), RuntimeError("chance"),
      RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")],
     ids=lambda error: str(error)[:20],
 )  # fmt: skip
@@ -73,5 +90,5 @@ def test_faults_from_outside_are_left_to_the_restarts(tmp_path: Path, error: Exc
     def fault() -> None:
         raise error
 
-    for _ in range(3):
-        assert attempt(fault, tmp_path) is error
+    for step in (0, 1, 2):
+        assert attempt(fault, tmp_path, step) is error

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tailtune.errors import UserError
-from tailtune.kinds.chat.inference import load_tokenizer
-from tailtune.train.weights import load_causal_lm
+from tailtune.kinds.chat.config import Prompt
+from tailtune.kinds.chat.inference import check_model, load_tokenizer
+from tailtune.train.weights import explain_unreadable, load_causal_lm
 
 
 @pytest.fixture
@@ -72,3 +73,95 @@ def test_a_model_of_another_shape_is_refused(model_dir: Path) -> None:
 def test_a_tokenizer_loads(prepared: Path) -> None:
     """The directory of the other tests, unchanged."""
     assert load_tokenizer(prepared / "base").get_vocab() == AutoTokenizer.from_pretrained(prepared / "base").get_vocab()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda model_dir: (model_dir / name).write_text(text) and None
+
+
+def change(name: str, **values: Any) -> Callable[[Path], None]:
+    return lambda model_dir: change_json(model_dir / name, **values)
+
+
+def cut_weights(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def without_tokenizer(model_dir: Path) -> None:
+    for path in model_dir.glob("token*"):
+        path.unlink()
+
+
+def with_template(text: str) -> Callable[[Path], None]:
+    """A model without ChatML markers, whose own template is kept."""
+
+    def damage(model_dir: Path) -> None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            path = model_dir / name
+            path.write_text(path.read_text().replace("<|im_", "<|my_"))
+        (model_dir / "chat_template.jinja").write_text(text)
+
+    return damage
+
+
+def with_another_token(model_dir: Path) -> None:
+    """ChatML's markers were added to the tokenizer, but not to the model."""
+    with_template("")(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(model_dir)
+
+
+UNREADABLE = "no model can be loaded from "
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no tokenizer": (without_tokenizer, UNREADABLE),
+    "weights are cut": (cut_weights, UNREADABLE),
+    "weights are empty": (write("model.safetensors", ""), UNREADABLE),
+    "weights are HTML": (write("model.safetensors", "<html>" * 99), UNREADABLE),
+    "config is a list": (write("config.json", "[]"), UNREADABLE),
+    "config is no JSON": (write("config.json", "{"), UNREADABLE),
+    "config without a type": (write("config.json", "{}"), UNREADABLE),
+    "config is deep": (write("config.json", "[" * 100_000), UNREADABLE),
+    "a text for a number": (change("config.json", hidden_size="wide"), UNREADABLE),
+    "more layers than weights": (
+        change("config.json", num_hidden_layers=9, layer_types=None, no_rope_layers=None), "weights are missing"),
+    "not a language model": (
+        write("config.json", '{"model_type": "vit", "architectures": ["ViTModel"]}'), UNREADABLE),
+    "tokenizer is a list": (write("tokenizer.json", "[]"), UNREADABLE),
+    "tokenizer without a model": (write("tokenizer.json", "{}"), UNREADABLE),
+    "tokenizer of another version": (write("tokenizer.json", '{"version": "9"}'), UNREADABLE),
+    "tokenizer_config is a list": (write("tokenizer_config.json", "[]"), UNREADABLE),
+    "template does not end": (with_template("{% for m in messages %}"), "the chat template cannot render"),
+    "template calls nothing": (with_template("{{ messages.nothing() }}"), "the chat template cannot render"),
+    "template divides": (with_template("{{ 1 / 0 }}"), "the chat template cannot render"),
+    "template refuses": (with_template("{{ raise_exception('no system role') }}"), "TemplateError: no system role"),
+    "template leaves the sandbox": (with_template("{{ ''.__class__.__mro__ }}{{ x.y.z }}"), "cannot render"),
+    "a token has no embedding": (with_another_token, "but the model has embeddings for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_refused_before_training(model_dir: Path, damage: str) -> None:
+    apply, problem = DAMAGES[damage]
+    apply(model_dir)
+    with pytest.raises(UserError) as raised:
+        check_model(model_dir, Prompt(messages="messages", system="Be brief."))
+    assert problem in raised.value.problem and raised.value.remedy
+    assert "\n" not in str(raised.value)
+
+
+def test_a_good_model_passes(prepared: Path) -> None:
+    check_model(prepared / "base", Prompt(messages="messages"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(5, "Input/output error"),
+     RuntimeError("DefaultCPUAllocator: can't allocate memory"), UserError("known", "already"),
+     Exception("Error while reading: Input/output error (os error 5)")],
+)  # fmt: skip
+def test_a_fault_of_the_machine_is_not_the_models(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, explain_unreadable(Path("model")):
+        raise error
+    assert raised.value is error
