@@ -1,5 +1,6 @@
 """Files: JSON and text written atomically, hashes, sizes, globs, deletion that may be killed."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,12 +13,14 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from tailtune.errors import UserError
 from tailtune.progress import Progress
 
 LARGE_BYTES = 256 << 20
 """Hashing a file of this size may be seen to take time."""
 MAX_DIGITS = 4000
 """Of an integer in JSON. Python itself refuses more than 4,300."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 GARBAGE = ".garbage"
 """Ending of the name that `discard` gives to what it deletes."""
 
@@ -25,6 +28,23 @@ GARBAGE = ".garbage"
 def free_bytes(directory: Path) -> int:
     """Return the free bytes on the file system where the directory is, or will be."""
     return shutil.disk_usage(_existing(directory)).free
+
+
+def disk_error(error: BaseException, directory: Path, num_bytes: int | None = None) -> UserError | None:
+    """Return what an error of the disk below `directory` means and what to do about it; None for any other one.
+
+    `num_bytes` is how many are needed, where that is known.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in DISK_FULL:
+        needed = f"{num_bytes:,} bytes are needed" if num_bytes else "what is written does not fit"
+        problem = f"no space in {directory}: {needed}, {free_bytes(directory):,} bytes are free"
+        return UserError(problem, "remove old runs with tailtune gc --runs, or use a larger volume")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        at = getattr(error, "filename", None) or directory
+        problem = f"cannot read or write {at} ({os.strerror(number)})"
+        return UserError(problem, "check the volume's access mode and the permissions")
+    return None
 
 
 def on_one_volume(directory: Path, other: Path) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailtune.files import read_json, sha256_file, sha256_json, write_json
+from tailtune.files import DISK_FULL, disk_error, read_json, sha256_file, sha256_json, write_json
 
 MANIFEST = "manifest.json"
 RESULTS_VERSION = 4
@@ -32,13 +32,13 @@ def read_manifest(directory: Path, key: Mapping[str, Any] | None = None) -> dict
     models at every start.
     """
     manifest = read_json(directory / MANIFEST)
-    if not isinstance(manifest, dict) or not {"key", "files", "facts"} <= manifest.keys():
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(name), dict) for name in ("files", "facts")):
         return None  # no manifest, or another program's
-    if key is not None and manifest["key"] != json.loads(json.dumps(key, default=str)):
+    if key is not None and manifest.get("key") != json.loads(json.dumps(key, default=str)):
         return None
     for name, entry in manifest["files"].items():
         path = directory / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        if not path.is_file() or not isinstance(entry, dict) or path.stat().st_size != entry.get("bytes"):
             return None
     return manifest
 
@@ -86,22 +86,25 @@ def publish(
     `key` is what the content depends on, `facts` is what the block finds out; the block fills it in.
     `known_sha256` (file name to hash), filled in likewise, saves reading those files again.
     When the block raises, `directory` stays as it is, and what the block wrote is deleted, unless
-    `keep_partial` is set, so that the next attempt can resume from it.
+    `keep_partial` is set, so that the next attempt can resume from it; on a full disk it is always deleted. Raises
+    UserError when the disk is full, or must not be written to.
     """
     partial_dir = partial_directory(directory)
-    if not keep_partial:
-        shutil.rmtree(partial_dir, ignore_errors=True)
-    partial_dir.mkdir(parents=True, exist_ok=True)
+    old = directory.with_name(directory.name + ".old")
     try:
-        yield partial_dir
-        write_manifest(partial_dir, key, facts, known_sha256)
-    except BaseException:
         if not keep_partial:
             shutil.rmtree(partial_dir, ignore_errors=True)
+        partial_dir.mkdir(parents=True, exist_ok=True)
+        yield partial_dir
+        write_manifest(partial_dir, key, facts, known_sha256)
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.exists():
+            directory.rename(old)
+        partial_dir.rename(directory)
+    except BaseException as error:
+        if not keep_partial or (isinstance(error, OSError) and error.errno in DISK_FULL):
+            shutil.rmtree(partial_dir, ignore_errors=True)
+        if user_error := disk_error(error, directory.parent, facts.get("bytes")):
+            raise user_error from None
         raise
-    old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    partial_dir.rename(directory)
     shutil.rmtree(old, ignore_errors=True)

@@ -16,7 +16,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from tailtune.errors import UserError, did_you_mean
+from tailtune.errors import UserError, did_you_mean, one_line
 from tailtune.files import matching_paths
 from tailtune.log import log
 from tailtune.parquet.readers import COMPRESSIONS, FORMATS, SUFFIXES
@@ -106,14 +106,17 @@ def local_files(source: str) -> list[Path] | None:
         return [_embedded_file()]
     if "://" in source:
         return None
-    path = Path(os.path.expanduser(source))
-    if path.is_dir():
-        names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-        return [path / name for name in choose_files(names, Wanted(str(path)))]
-    if path.is_file():
-        return [path]
-    if files := matching_paths(path):
-        return files
+    try:
+        path = Path(os.path.expanduser(source))
+        if path.is_dir():
+            names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+            return [path / name for name in choose_files(names, Wanted(str(path)))]
+        if path.is_file():
+            return [path]
+        if files := matching_paths(path):
+            return files
+    except OSError as error:
+        raise UserError(f"data source {source[:300]} cannot be read: {one_line(error)}", "check the path") from None
     raise UserError(
         f"data source {path} does not exist",
         "give the path of a file as this step sees it, hf://datasets/OWNER/NAME, https://…, s3://BUCKET/KEY or "

@@ -19,10 +19,10 @@ import huggingface_hub as hub
 import requests
 from huggingface_hub import errors as hub_errors
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.fetch import transfer
 from tailtune.fetch.choice import FORMATS_SHOWN, Wanted, choose_files, local_files
-from tailtune.fetch.hub import hub_endpoint, query_hub
+from tailtune.fetch.hub import hub_endpoint, hub_token, query_hub
 from tailtune.fetch.transfer import STATE, Body, Origin
 from tailtune.files import sha256_json
 from tailtune.log import log
@@ -31,6 +31,8 @@ from tailtune.recipe.schema import show_sources, source_list, without_secrets
 
 TIMEOUT_SECONDS = 60.0
 CHUNK_BYTES = 8 * 2**20
+MAX_NAME_BYTES = 200
+"""Of a file; file systems take 255, and numbers and .part are added."""
 HUB_FORM = "hf://datasets/OWNER/NAME[@revision][/file]"
 SIDES = ("train", "validation")
 
@@ -138,8 +140,10 @@ def _with_unique_names(origins: list[Origin]) -> list[Origin]:
 
 
 def _version(path: Path) -> list[Any]:
-    """Return what tells a local file from another version of it."""
-    return [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+    """Return what tells a local file from another version of it: a program can set the time of the last change,
+    but not that of the last change of the file's status."""
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def find_origins(source: str, local: list[Path] | None) -> list[Origin]:
@@ -150,7 +154,11 @@ def find_origins(source: str, local: list[Path] | None) -> list[Origin]:
                 for path, name in zip(local, shown, strict=True)]  # fmt: skip
     scheme, shown_source = source.partition("://")[0], without_secrets(source)
     if scheme in ("http", "https"):
-        return [Origin(_file_name(unquote(urlsplit(source).path)), shown_source, partial(_open_http, source, {}))]
+        try:
+            path = unquote(urlsplit(source).path)
+        except ValueError as error:
+            raise UserError(f"{shown_source} is no valid address: {error}", "check it") from None
+        return [Origin(_file_name(path), shown_source, partial(_open_http, source, {}))]
     if scheme == "s3":
         return _s3_origins(source)
     if scheme == "hf":
@@ -179,11 +187,15 @@ def _hub_origins(source: str, endpoint: str) -> list[Origin]:
     info = query_hub(api.dataset_info, uri.id, revision=uri.revision, files_metadata=True)
     log.info("fetch: %s: %s is commit %s", source, uri.revision or "main", info.sha)
     files = {file.rfilename: file for file in info.siblings or []}
-    card = info.card_data.to_dict() if info.card_data else {}
     wanted = Wanted(address, uri.path_in_repo, options.get("config"), options.get("split"))
-    names = choose_files(files, wanted, card) or [uri.path_in_repo]
+    try:
+        card = info.card_data.to_dict() if info.card_data else {}
+        names = choose_files(files, wanted, card) or [uri.path_in_repo]
+    except (TypeError, AttributeError):
+        problem = f"{source}: the data set's card has configurations that cannot be read"
+        raise UserError(problem, "append a file's name or a pattern") from None
     urls = [hub.hf_hub_url(uri.id, name, repo_type="dataset", revision=info.sha, endpoint=endpoint) for name in names]
-    token = hub.get_token()
+    token = hub_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # The hub's client explains a refusal; requests, which receives the file, knows only the status.
     query_hub(hub.get_hf_file_metadata, urls[0], token=token, endpoint=endpoint)
@@ -197,15 +209,19 @@ def _hub_origins(source: str, endpoint: str) -> list[Origin]:
 
 
 def _file_name(path: str) -> str:
-    name = path.rsplit("/", 1)[-1]
+    """Return the name that a file is stored with, whose end says its format: no special, strange or long one."""
+    plain = re.sub(r"[\x00-\x1f\x7f\\]", "_", path.rsplit("/", 1)[-1])
+    name = plain.encode(errors="replace")[-MAX_NAME_BYTES:].decode(errors="ignore")
     return name if name not in ("", ".", "..", MANIFEST, STATE) else "data" + Path(name).suffix
 
 
 @contextmanager
 def _open_local(path: Path, offset: int, version: str | None) -> Iterator[Body]:
+    before = _version(path)
     with path.open("rb") as file:
-        status = path.stat()
-        yield Body(0, status.st_size, str(status.st_mtime_ns), iter(lambda: file.read(CHUNK_BYTES), b""))
+        yield Body(0, path.stat().st_size, str(before), iter(lambda: file.read(CHUNK_BYTES), b""))
+    if _version(path) != before:
+        raise UserError(f"{path} was changed while it was read", "wait until it is complete, and run again")
 
 
 @contextmanager
@@ -213,12 +229,18 @@ def _open_http(url: str, headers: Mapping[str, str], offset: int, version: str |
     request_headers = {**headers, "Accept-Encoding": "identity"}
     if offset and version:
         request_headers |= {"Range": f"bytes={offset}-", "If-Range": version}
-    with requests.get(url, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS) as response:
+    try:
+        response = requests.get(url, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS)
+    except ValueError as error:  # in a redirection's address
+        if isinstance(error, requests.RequestException):
+            raise
+        raise UserError(f"{without_secrets(url)} leads to an invalid address: {one_line(error)}", "check it") from None
+    with response:
         etag, length = response.headers.get("ETag"), response.headers.get("Content-Length")
         # If-Range compares strongly, so a weak ETag cannot be used to resume.
         answered_version = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
-        total = int(length) if length else None
-        part = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
+        total = int(length) if length and re.fullmatch(r"[0-9]{1,18}", length) else None
+        part = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]+/([0-9]{1,18})", response.headers.get("Content-Range", ""))
         same_version = answered_version == version
         resumes = response.status_code == 206 and part and int(part[1]) == offset and same_version
         if offset and response.status_code in (206, 416) and not resumes:
@@ -249,8 +271,8 @@ def _check_response(response: requests.Response, shown: str) -> None:
     if status >= 400:
         remedy = remedies.get(status, "check the address")
         raise UserError(f"{shown} answered {status} {response.reason}: {remedy}")
-    if response.headers.get("Content-Type", "").startswith("text/html"):
-        raise UserError(f"{shown} is a web page, not a data file", "use the link that downloads the file")
+    if response.headers.get("Content-Type", "").lower().startswith(("text/html", "application/xhtml")):
+        raise transfer.web_page(shown)
 
 
 def _s3_origins(source: str) -> list[Origin]:
@@ -338,11 +360,16 @@ def _s3_arguments() -> dict[str, Any]:
 
     def mounted(name: str) -> str | None:
         file = Path(secret or "", name)
-        return file.read_text().strip() or None if secret and file.is_file() else None
+        text = file.read_text(errors="replace").strip() if secret and file.is_file() else ""
+        if not re.fullmatch(r"[!-~]*", text):
+            raise UserError(f"{file} contains a space or another character that it cannot have", "correct it")
+        return text or None
 
     # The names are the keys of an OpenShift AI data connection, as variables or as a mounted secret.
     endpoint = mounted("AWS_S3_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_S3_ENDPOINT")
     if endpoint and "://" not in endpoint:
         endpoint = f"https://{endpoint}"
+    if endpoint:
+        transfer.check_endpoint("AWS_ENDPOINT_URL or AWS_S3_ENDPOINT", endpoint)
     return {"key": mounted("AWS_ACCESS_KEY_ID"), "secret": mounted("AWS_SECRET_ACCESS_KEY"),
             "endpoint_url": endpoint, "client_kwargs": {"region_name": mounted("AWS_DEFAULT_REGION")}}  # fmt: skip

@@ -15,7 +15,7 @@ from huggingface_hub import errors as hub_errors
 
 from tailtune.errors import UserError, one_line
 from tailtune.fetch import transfer
-from tailtune.fetch.hub import hub_endpoint, query_hub
+from tailtune.fetch.hub import COMMIT, hub_endpoint, query_hub
 from tailtune.fetch.lease import one_writer
 from tailtune.files import GARBAGE, discard, read_json, sha256_file, sha256_json, write_json
 from tailtune.kinds import kind_module
@@ -27,7 +27,6 @@ from tailtune.run import DATA_FILE
 from tailtune.shared_cache import use_entry
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 COMMIT_RECORD = "base_model.json"
 """File of a run next to its `base_model`: which commit a revision was when the run first asked."""
 
@@ -141,9 +140,9 @@ def describe_base_model(recipe: Recipe, directory: Path) -> dict[str, str]:
 
 
 MODEL_FILE = re.compile(
-    r"(?!consolidated)[^/]+\.(json|safetensors|txt|model|tiktoken|jinja)"  # not Mistral's second copy
-    r"|additional_chat_templates/[^/]+\.jinja"
-    r"|(LICENSE|NOTICE|USE_POLICY)[^/]*"
+    r"(?!consolidated)[\w .+@-]{1,180}\.(json|safetensors|txt|model|tiktoken|jinja)"  # not Mistral's second copy
+    r"|additional_chat_templates/[\w .+@-]{1,180}\.jinja"
+    r"|(LICENSE|NOTICE|USE_POLICY)[\w .+@-]{0,180}"
 )
 
 

@@ -7,7 +7,10 @@ source still serves the same version (ETag, commit).
 
 import errno
 import math
+import os
+import re
 import shutil
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +28,9 @@ from tailtune.errors import UserError
 from tailtune.files import free_bytes, read_json, sha256_file, write_json
 from tailtune.log import log
 from tailtune.manifest import partial_directory, publish
+from tailtune.parquet.lines import WEB_PAGE
 from tailtune.progress import Progress
+from tailtune.recipe.schema import without_secrets
 from tailtune.retry import TEMPORARY_STATUSES, retry
 
 ATTEMPTS = 5
@@ -42,6 +47,7 @@ S3_REMEDY = (
 )
 
 Result = TypeVar("Result")
+ENDPOINT = re.compile(r"https?://([^@/\s]+@)?([\w-]{1,63}(\.[\w-]{1,63})*|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[!-~]*)?")
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,6 @@ def complete_or_absent(
         ):
             yield partial_dir, known_sha256
             (partial_dir / STATE).unlink()
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            shutil.rmtree(partial_dir, ignore_errors=True)
-            free = shutil.disk_usage(directory.parent).free
-            problem = f"no space in {directory.parent}: {facts.get('bytes', 0):,} bytes are needed"
-            remedy = "remove old runs with tailtune gc --runs, or use a larger volume"
-            raise UserError(f"{problem}, {free:,} bytes are free", remedy) from None
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            problem = f"cannot read or write {error.filename or directory} ({error.strerror})"
-            raise UserError(problem, "check the volume's access mode and the permissions") from None
-        raise
     finally:
         if not _num_bytes(partial_dir):
             shutil.rmtree(partial_dir, ignore_errors=True)
@@ -146,7 +141,7 @@ def receive(origin: Origin, partial_dir: Path, facts: dict[str, Any], sha256: st
 
 def _receive_rest(origin: Origin, part: Path, facts: dict[str, Any]) -> None:
     """Make one attempt to complete `part`; it resumes what an earlier one received where that is safe."""
-    states = read_json(part.parent / STATE) or {}
+    states = _read_state(part.parent)
     state = states.get("files", {}).get(origin.name, {})
     received, total, version = _num_bytes(part), state.get("bytes"), state.get("version")
     complete = received > 0 and received == total
@@ -168,10 +163,18 @@ def _receive_rest(origin: Origin, part: Path, facts: dict[str, Any]) -> None:
         progress = Progress(f"fetch: {origin.name}", body.total_bytes, "bytes", done=body.offset)
         with part.open("ab") as file, progress:
             for chunk in body.chunks:
+                if file.tell() == 0 and "://" in origin.shown and WEB_PAGE.match(chunk):
+                    raise web_page(origin.shown)
                 file.write(chunk)
                 progress.update(len(chunk))
     if body.total_bytes is not None and _num_bytes(part) != body.total_bytes:
         raise Interrupted(f"{_num_bytes(part):,} of {body.total_bytes:,} bytes arrived")
+
+
+def web_page(shown: str) -> UserError:
+    """The error for what a server sends in place of a file."""
+    remedy = "use the link that downloads the file; where that needs a login, a signed link, s3:// or a path"
+    return UserError(f"{shown} is a web page, not a data file", remedy)
 
 
 def _etag(version: str | None) -> str | None:
@@ -184,12 +187,17 @@ def _etag(version: str | None) -> str | None:
 
 def keep_if_same(partial_dir: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a partial directory; empty the directory if it was received for another `identity`."""
-    state: dict[str, Any] = read_json(partial_dir / STATE) or {}
+    state = _read_state(partial_dir)
     if state.get("identity") != identity:
         empty(partial_dir)
         state = {"identity": identity}
         write_json(partial_dir / STATE, state)
     return state
+
+
+def _read_state(partial_dir: Path) -> dict[str, Any]:
+    state = read_json(partial_dir / STATE)
+    return state if isinstance(state, dict) else {}
 
 
 def empty(partial_dir: Path) -> None:
@@ -258,11 +266,33 @@ def _is_temporary(error: BaseException) -> bool:
         return False
     if isinstance(error, hub_errors.HfHubHTTPError):
         return is_temporary_status(error.response.status_code)
+    if _tls_error(error):
+        return False
     if type(error) is OSError and error.errno is None:
         return True  # raised by huggingface_hub when a file has the wrong size
     if isinstance(error, OSError) and error.errno in (errno.EREMOTEIO, errno.EBUSY):
         return True  # what s3fs raises for 500, 503, and an object that was replaced meanwhile
     return isinstance(error, _NETWORK_ERRORS)
+
+
+def check_endpoint(variable: str, address: str) -> None:
+    """Raise UserError when the address of a server is none."""
+    if not ENDPOINT.fullmatch(address):
+        raise UserError(
+            f"{variable} is '{without_secrets(address)[:100]}', which is no address", "write https://HOST[:PORT]"
+        )
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the TLS error behind a client's, unless it is a lost connection."""
+    for _ in range(20):  # an error may be among its own causes
+        if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
+            return None
+        if isinstance(error, ssl.SSLError):
+            return error
+        inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
+        error = inner if isinstance(inner, BaseException) else error.__cause__ or error.__context__
+    return None
 
 
 # --- errors in one line ----------------------------------------------------------------------------
@@ -277,6 +307,13 @@ def _client_error(error: Exception, shown: str, endpoint: str) -> UserError | No
         return UserError(f"{shown} cannot be fetched while HF_HUB_OFFLINE is set", remedy)
     if isinstance(error, hub_errors.HFValidationError):
         return UserError(f"{shown} is not a valid hub name", "write OWNER/NAME, or a local path")
+    if tls_error := _tls_error(error):
+        problem = f"{shown} could not be fetched: {_reason(tls_error)}"
+        if isinstance(tls_error, ssl.SSLCertVerificationError):
+            problem = f"{shown} could not be fetched: the certificate is not trusted ({tls_error.verify_message})"
+            now = f", which is now {path}" if (path := os.environ.get("TAILTUNE_CA_FILE")) else ""
+            return UserError(problem, f"name the organisation's certificates, a PEM file, in TAILTUNE_CA_FILE{now}")
+        return UserError(problem, "check whether the address begins with https:// or http://, and the proxy")
     if isinstance(error, _NETWORK_ERRORS):
         at = f" ({endpoint})" if shown.startswith(("hf://", "model ")) else ""
         return UserError(
@@ -284,7 +321,9 @@ def _client_error(error: Exception, shown: str, endpoint: str) -> UserError | No
             "check the network, the proxy and the address and run the step again, which resumes from what has "
             "arrived; without a network, give base_model or data_source a local path",
         )
-    if isinstance(error, requests.RequestException):
+    if isinstance(error, requests.RequestException | httpx2.RequestError) or (
+        type(error) is OSError and error.errno is None
+    ):
         return UserError(f"{shown} cannot be fetched: {_reason(error)}", "check the address")
     if isinstance(error, botocore.exceptions.BotoCoreError):
         return UserError(f"{shown}: {_reason(error)}", S3_REMEDY)

@@ -89,9 +89,9 @@ def write_parquet(source: Path, directory: Path, data: Data, prompt: Prompt | No
         log.info("parquet: %s is already complete: %s rows", directory, f"{manifest['facts']['num_rows']:,}")
         return _facts_of(directory, manifest)
     kept_rejects = directory.with_name(f"{directory.name}.{REJECTS}")
-    kept_rejects.unlink(missing_ok=True)
     facts: dict[str, Any] = {}
     with publish(directory, key, facts) as partial:
+        kept_rejects.unlink(missing_ok=True)
         columns = _columns_to_read(files, data, prompt, partial)
         sides = _convert(files, partial, data, columns, prompt)
         for side in sides:
