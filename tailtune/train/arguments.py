@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+from tailtune.config import Truncation
 from tailtune.errors import UserError, did_you_mean, one_line
 from tailtune.recipe.schema import Recipe, Stage
 from tailtune.train.hardware import HardwarePlan
@@ -51,6 +52,8 @@ CHOICES = {"truncation_mode": ("keep_start", "keep_end"), "save_strategy": ("ste
 """What TRL or Transformers would accept otherwise, or refuse only in training."""
 DDP_TIMEOUT_SECONDS = 3600
 """How long ranks wait for rank 0 to save a large checkpoint."""
+MAX_LENGTH = 1024
+"""Tokens of a row unless the recipe sets `max_length`."""
 NUM_EVALUATIONS = 10
 """Evaluations and checkpoints of a run, whatever its length."""
 NUM_CHECKPOINTS = 2
@@ -123,6 +126,7 @@ def sft_config(
         "save_total_limit": None,  # checkpoints.MarkComplete deletes them, once the new one is complete
     }
     defaults = {
+        "max_length": MAX_LENGTH,
         "gradient_checkpointing": False,  # with it, the backward pass would go through the frozen layers too
         **_evaluated_every(interval),
         "logging_steps": max(1, steps // NUM_LOG_LINES),
@@ -134,6 +138,11 @@ def sft_config(
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         trainer.pop(name, None)  # the hardware plan has taken both into account
     return _construct(stage, {**defaults, **trainer, **fixed})
+
+
+def truncation(stage: Stage) -> Truncation:
+    """How a stage cuts its rows; the defaults are those of SFTConfig. Imports no TRL."""
+    return Truncation(stage.trainer.get("max_length", MAX_LENGTH), stage.trainer.get("truncation_mode") == "keep_end")
 
 
 def num_steps(trainer: dict[str, Any], plan: HardwarePlan, num_train_rows: int, world_size: int) -> int:
