@@ -19,11 +19,12 @@ from pipeline import make_pipeline, parameter_values
 from pipeline_local import local_parameters, local_recipe, relative, run_local
 from pipeline_server import ActiveRun, PipelineServer, find_connection, trigger
 from tailtune import __version__, images
+from tailtune.console import command_line, echo_lines
 from tailtune.errors import UserError
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
-from tailtune.log import configure
 from tailtune.owner import in_progress
+from tailtune.recipe.addresses import literal
 from tailtune.recipe.load import PARAMETERS, list_recipes, load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.resolve import check_recipe, check_run_name, check_volume_names
@@ -291,6 +292,7 @@ def end_runs(runs: list[ActiveRun], server: PipelineServer, run_name: str = "") 
 @click.option("--write-recipe", type=click.Path(path_type=Path), metavar="FILE", help="With --inspect: write a recipe "
               "with these keys, which can be run as it is.")  # fmt: skip
 @click.argument("sources", nargs=-1, metavar="")
+@command_line(2)
 def main(
     recipe_name: str | None,
     local_run: bool,
@@ -356,92 +358,84 @@ def main(
         raise click.UsageError("--follow needs --logs")
     if image_registry and not re.fullmatch(r"[a-z0-9][a-z0-9.:-]*(/[a-z0-9._-]+)*", image_registry):
         raise click.UsageError(f"--image-registry '{image_registry}': give HOST[:PORT]/PROJECT without scheme and tag")
-    configure()
-    try:
-        if list_them:
-            for name in list_recipes():
-                click.echo(f"{name:12} {load_recipe(name).description}")
-            click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
-        elif check:
-            sys.exit(0 if check_compiled() else 1)
-        elif inspected is not None:
-            from tailtune.inspection import inspect_sources
+    if list_them:
+        for name in list_recipes():
+            click.echo(f"{name:12} {load_recipe(name).description}")
+        click.echo(f"parameters: {', '.join(PARAMETERS)}, or any dotted key of a recipe")
+    elif check:
+        sys.exit(0 if check_compiled() else 1)
+    elif inspected is not None:
+        from tailtune.inspection import inspect_sources
 
-            recipe = with_overrides(load_recipe(recipe_name or "survival"), parse_parameters(parameters))
-            lines = inspect_sources([inspected, *sources], recipe, write_to=write_recipe, parameters=parameters)
-            for line in lines:
-                click.echo(line)
-        elif list_runs or status is not None or logs is not None or watch or retry is not None:
-            import pipeline_runs
+        recipe = with_overrides(load_recipe(recipe_name or "survival"), parse_parameters(parameters))
+        lines = inspect_sources([inspected, *sources], recipe, write_to=write_recipe, parameters=parameters)
+        echo_lines(lines)
+    elif list_runs or status is not None or logs is not None or watch or retry is not None:
+        import pipeline_runs
 
-            server = PipelineServer(find_connection(endpoint, namespace))
-            if list_runs or status is not None:
-                lines = pipeline_runs.list_runs(server) if status is None else pipeline_runs.show_status(status, server)
-                click.echo("\n".join(lines))
-            elif logs is not None:
-                pipeline_runs.show_logs(logs, server, follow=follow)
-            else:
-                run_id = (
-                    pipeline_runs.retry(retry, server) if retry else pipeline_runs.find_run(watch or "", server).run_id
-                )
-                sys.exit(0 if watch is None or pipeline_runs.watch(run_id, server, timeout_seconds) else 1)
-        elif cancel is not None:
-            cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
-        elif list_schedules or unscheduled is not None:
-            server = PipelineServer(find_connection(endpoint, namespace))
-            if unscheduled is not None:
-                unschedule(unscheduled, server, ending=ending)
-            else:
-                click.echo("".join(f"{line}\n" for line in server.list_schedules()), nl=False)
-        elif runs:
-            overrides = local_parameters(parse_parameters(parameters))
-            if local_run:
-                require_train("--local")
-                recipe = local_recipe(recipe_name, run_name, overrides)
-            else:
-                loaded = load_recipe(recipe_name or "survival")
-                overrides = {**images.in_registry(image_registry), **overrides}
-                recipe = with_overrides(loaded, overrides)
-            if dry_run:
-                check_recipe(recipe, before_submit=not local_run)
-                if not local_run:
-                    check_volume_names(recipe.cluster)
-                _print_resolved(recipe)
-                return
-            name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
-            check_run_name(name, "--run-name")
-            if exporting:
-                from tailtune.jobs.export import export_job
-
-                click.echo(export_job(recipe, name), nl=False)
-                return
-            if local_run:
-                succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
-                click.echo(Path("runs") / name)
-                sys.exit(0 if succeeded else 1)
-            # everything is checked before anything is uploaded
-            if when is not None:
-                trigger(when)
-            check_recipe(recipe, before_submit=True)
-            check_volume_names(recipe.cluster)
-            server = PipelineServer(find_connection(endpoint, namespace))
-            if when is not None:
-                schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,
-                         latest=overrides if latest else None, max_concurrency=max_concurrency,
-                         catch_up=catch_up)  # fmt: skip
-            else:
-                succeeded = submit(
-                    loaded, recipe, name, experiment, server, watch=watch is not None, timeout_seconds=timeout_seconds
-                )
-                sys.exit(0 if succeeded else 1)
+        server = PipelineServer(find_connection(endpoint, namespace))
+        if list_runs or status is not None:
+            lines = pipeline_runs.list_runs(server) if status is None else pipeline_runs.show_status(status, server)
+            echo_lines(lines)
+        elif logs is not None:
+            pipeline_runs.show_logs(logs, server, follow=follow)
         else:
-            compile_all()
-    except UserError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+            run_id = pipeline_runs.retry(retry, server) if retry else pipeline_runs.find_run(watch or "", server).run_id
+            sys.exit(0 if watch is None or pipeline_runs.watch(run_id, server, timeout_seconds) else 1)
+    elif cancel is not None:
+        cancel_run(cancel, PipelineServer(find_connection(endpoint, namespace)))
+    elif list_schedules or unscheduled is not None:
+        server = PipelineServer(find_connection(endpoint, namespace))
+        if unscheduled is not None:
+            unschedule(unscheduled, server, ending=ending)
+        else:
+            echo_lines(server.list_schedules())
+    elif runs:
+        overrides = local_parameters(parse_parameters(parameters))
+        if local_run:
+            require_train("--local")
+            recipe = local_recipe(recipe_name, run_name, overrides)
+        else:
+            loaded = load_recipe(recipe_name or "survival")
+            overrides = {**images.in_registry(image_registry), **overrides}
+            recipe = with_overrides(loaded, overrides)
+        if dry_run:
+            check_recipe(recipe, before_submit=not local_run)
+            if not local_run:
+                check_volume_names(recipe.cluster)
+            _print_resolved(recipe)
+            return
+        name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}" if run_name is None else run_name
+        check_run_name(name, "--run-name")
+        if exporting:
+            from tailtune.jobs.export import export_job
+
+            click.echo(export_job(recipe, name), nl=False)
+            return
+        if local_run:
+            succeeded = run_local(make_pipeline(recipe, cluster=False), parameter_values(recipe), recipe, name)
+            click.echo(Path("runs") / name)
+            sys.exit(0 if succeeded else 1)
+        # everything is checked before anything is uploaded
+        if when is not None:
+            trigger(when)
+        check_recipe(recipe, before_submit=True)
+        check_volume_names(recipe.cluster)
+        server = PipelineServer(find_connection(endpoint, namespace))
+        if when is not None:
+            schedule(loaded, recipe, when, schedule_name or recipe.name, experiment, server,
+                     latest=overrides if latest else None, max_concurrency=max_concurrency,
+                     catch_up=catch_up)  # fmt: skip
+        else:
+            succeeded = submit(
+                loaded, recipe, name, experiment, server, watch=watch is not None, timeout_seconds=timeout_seconds
+            )
+            sys.exit(0 if succeeded else 1)
+    else:
+        compile_all()
 
 
 def _print_resolved(recipe: Recipe) -> None:
     jobs = {stage.name: recipe.resources_of(stage).model_dump(mode="json") for stage in recipe.stages}
     resolved = {"parameters": parameter_values(recipe), "recipe": json.loads(recipe.to_json()), "jobs": jobs}
-    click.echo(json.dumps(resolved, indent=2))
+    click.echo(literal(json.dumps(resolved, indent=2)))

@@ -1,8 +1,9 @@
 """The pipeline on this machine: the same graph through kfp.local, one run at a time in runs/NAME/."""
 
-import fcntl
 import io
 import os
+import re
+import secrets
 import shlex
 import signal
 import sys
@@ -16,10 +17,11 @@ from typing import Any, TextIO
 
 import click
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, explain, printable
 from tailtune.files import matching_paths
 from tailtune.jobs.local import count_gpus
-from tailtune.log import BAR_LINES, BAR_PREFIX, EVENTS, LINE_PREFIX, Terminal, read_step_errors
+from tailtune.lifeline import lifeline, locked, processes_lock
+from tailtune.log import BAR_LINES, BAR_PREFIX, EVENTS, LINE_MARK, LINE_PREFIX, Terminal, read_step_errors
 from tailtune.progress import LINE_SECONDS
 from tailtune.recipe.load import (
     ENVIRONMENT,
@@ -35,6 +37,10 @@ from tailtune.run import Run, local_directories
 from tailtune.signals import on_stop
 
 EVENTS_FILE = "events.jsonl"
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""What KFP colours its own lines with."""
+WAIT_SECONDS = 60
+"""How long a start waits for what an earlier one of the same run has left, and which is saving a checkpoint."""
 
 
 def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: Recipe, run_name: str) -> bool:
@@ -47,8 +53,8 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
     log_path = directory / "workspace" / "pipeline.log"
     with _lock(directory), _temporary_files() as temporary, _forward_stop() as stopped:
         click.echo(f"{recipe.name} in {relative(directory)}; all output in {relative(log_path)}", err=True)
-        succeeded = True
-        with quiet(log_path):
+        succeeded, failure = True, f"failed: a step ended without a word; see {relative(log_path)}"
+        with quiet(log_path), lifeline(processes_lock(directory)):
             local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(temporary))
             try:
                 pipeline(
@@ -60,14 +66,16 @@ def run_local(pipeline: Callable[..., Any], parameters: dict[str, Any], recipe: 
                 )
             except (RuntimeError, KeyboardInterrupt):  # KFP's own text names only the task
                 succeeded = False
+            except OSError as error:
+                succeeded, failure = False, f"failed: {explain(error)}"
         errors = read_step_errors(temporary / EVENTS_FILE)
     if not succeeded:
-        message = f"failed: a step ended without a word; see {relative(log_path)}"
+        message = failure
         if stopped:
             message = f"stopped by a signal; run again with --run-name {run_name} to continue"
         elif errors:
-            step, error = errors[0]
-            message = f"failed: {step}: {error}".splitlines()[0]  # the other lines are in the log
+            step, reported = errors[0]
+            message = f"failed: {step}: {reported}"
         click.echo(message, err=True)
     judged = any(step == "gate" for step, _ in errors)  # a rejected model has a report too
     if (succeeded or (judged and not stopped)) and (directory / "report.html").is_file():
@@ -90,7 +98,11 @@ def quiet(log_path: Path) -> Iterator[None]:
 
     If stderr is a terminal, it also shows the progress bar, which the log describes in a line at most every 30 seconds.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_file = log_path.open("ab", buffering=0)
+    except OSError as error:
+        raise UserError(f"the log cannot be written: {explain(error).problem}", explain(error).remedy) from None
     sys.stdout.flush()
     sys.stderr.flush()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -98,8 +110,9 @@ def quiet(log_path: Path) -> Iterator[None]:
     terminal, saved = os.fdopen(os.dup(2), "w", encoding="utf-8"), (os.dup(1), os.dup(2))
     if terminal.isatty():
         os.environ[BAR_LINES] = "1"
+    mark = os.environ[LINE_MARK] = f"{secrets.token_hex(8)} "
     reader, writer = os.pipe()
-    thread = threading.Thread(target=_copy_lines, args=(reader, terminal, log_path))
+    thread = threading.Thread(target=_copy_lines, args=(reader, mark, terminal, log_file))
     thread.start()
     os.dup2(writer, 1)
     os.dup2(writer, 2)
@@ -113,48 +126,76 @@ def quiet(log_path: Path) -> Iterator[None]:
             os.dup2(copy, number)
             os.close(copy)
         thread.join()  # ends when every process that holds the pipe has ended
-        terminal.close()
+        with suppress(OSError):  # nobody reads it any more
+            terminal.close()
+        log_file.close()
         os.environ.pop(BAR_LINES, None)
+        del os.environ[LINE_MARK]
 
 
-def _copy_lines(reader: int, stderr: TextIO, log_path: Path) -> None:
-    """Copy every line to the log, lines with `LINE_PREFIX` to stderr, without it, and show the bar there."""
-    terminal, bar_logged_at = Terminal(stderr), time.monotonic()
-    with (
-        os.fdopen(reader, errors="backslashreplace") as lines,
-        log_path.open("a", encoding="utf-8") as log_file,
-    ):
-        for line in lines:
-            _, is_bar, bar = line.rstrip("\n").partition(BAR_PREFIX)
+def _copy_lines(reader: int, mark: str, stderr: TextIO, log_file: io.RawIOBase) -> None:
+    """Copy every line to the log, lines with the mark to stderr, without mark and prefix, and show the bar there.
+
+    A reader of stderr that has gone, or a log that cannot be written any more, does not stop the run.
+    """
+    terminal: Terminal | None = Terminal(stderr)
+    log_is_written, bar_logged_at = True, time.monotonic()
+
+    def show(action: Callable[[Terminal], None]) -> None:
+        nonlocal terminal
+        try:
+            if terminal:
+                action(terminal)
+        except OSError:
+            terminal = None
+
+    def write(line: str) -> None:
+        nonlocal log_is_written
+        try:
+            log_file.write(f"{line}\n".encode())
+            log_is_written = True
+        except OSError as error:
+            if log_is_written:
+                reason = error.strerror
+                show(lambda terminal: terminal.write(f"lines are missing in the log: {reason}\n"))
+            log_is_written = False
+
+    with os.fdopen(reader, encoding="utf-8", errors="backslashreplace") as lines:
+        for raw in lines:
+            line = printable(COLOURS.sub("", raw.rstrip("\n")), newline=False)
+            before, is_bar, bar = line.partition(mark + BAR_PREFIX)
             if is_bar:
-                terminal.show_bar(bar)
-                if not bar or time.monotonic() < bar_logged_at + LINE_SECONDS:
-                    continue
-                bar_logged_at = time.monotonic()
-            log_file.write(line)
-            log_file.flush()
-            _, prefix, text = line.partition(LINE_PREFIX)
-            if prefix:
-                terminal.write(f"{text.rstrip(chr(10))}\n")
-    terminal.show_bar("")
+                show(lambda terminal, bar=bar: terminal.show_bar(bar))  # type: ignore[misc]
+                if bar and time.monotonic() >= bar_logged_at + LINE_SECONDS:
+                    bar_logged_at = time.monotonic()
+                    write(f"{before}{BAR_PREFIX}{bar}")
+                continue
+            before, is_ours, text = line.partition(mark + LINE_PREFIX)
+            write(f"{before}{LINE_PREFIX}{text}" if is_ours else line)
+            if is_ours:
+                show(lambda terminal, text=text: terminal.write(f"{text}\n"))  # type: ignore[misc]
+    show(lambda terminal: terminal.show_bar(""))
 
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Refuse a second run in the same directory at the same time."""
+    """Refuse a second run in the same directory as long as any process of the first is alive."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
+        (directory / ".lock").touch()
     except OSError as error:
         raise UserError(f"cannot write into {directory}: {error.strerror}", "start in another folder") from None
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"run '{directory.name}' is in progress", "wait for it, or choose another --run-name"
-            ) from None
-        yield
+    for seconds in range(WAIT_SECONDS, -1, -1):
+        with locked(directory) as taken:
+            if not taken:
+                yield
+                return
+        if taken == "run":
+            break
+        if seconds == WAIT_SECONDS:
+            click.echo("waiting for the processes of an earlier start, which save and end", err=True)
+        time.sleep(1)
+    raise UserError(f"run '{directory.name}' is in progress", "wait for it, or choose another --run-name")
 
 
 @contextmanager
@@ -194,7 +235,7 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
     """Return the recipe of a local run: that of the run to continue, or the named one with its `local:` overlay."""
     stored = Path("runs") / (run_name or ".") / "workspace" / "run.json"
     if recipe_name is None and run_name and stored.is_file():
-        recipe = Run.from_json(stored.read_text(encoding="utf-8")).recipe
+        recipe = Run.from_json(stored.read_text(encoding="utf-8", errors="replace")).recipe
         click.echo(f"continuing {stored.parents[1]} with its own recipe", err=True)
     else:
         loaded = load_recipe(recipe_name or "survival")
@@ -214,13 +255,13 @@ def local_recipe(recipe_name: str | None, run_name: str | None, overrides: dict[
             click.echo(f"ranks_per_node {num_ranks} becomes {num_gpus}: one rank per GPU", err=True)
             recipe = with_overrides(recipe, {recipe.resource_key(index, "ranks_per_node"): num_gpus})
     for source in recipe.data.all_sources:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         if "://" not in source and source != "embedded" and not path.exists() and not matching_paths(path):
             raise UserError(
                 f"data source {source} does not exist", "give -p data_source= a path, an address, or embedded"
             )
     model = recipe.model.base_model
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+    if model.startswith(("/", ".", "~")) and not Path(os.path.expanduser(model)).is_dir():
         remedy = "give -p base_model= a directory, OWNER/NAME, or small"
         raise UserError(f"base model {model} is not a directory", remedy)
     return recipe
@@ -241,5 +282,5 @@ def _absolute(value: Any) -> Any:
         return [_absolute(each) for each in value]
     if not isinstance(value, str) or value in ("", "small", "embedded"):
         return value
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     return str(path.resolve()) if path.exists() or matching_paths(path) else value

@@ -2,19 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import click
 
 from tailtune import __version__
+from tailtune.console import command_line, echo_lines
 from tailtune.errors import UserError
-from tailtune.files import read_json
 from tailtune.imports import require_train
 from tailtune.jobs.local import share_cores
-from tailtune.log import configure
 from tailtune.manifest import read_manifest
 from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
@@ -31,21 +27,6 @@ namespace_option = click.option("--namespace", help="Project on the cluster. By 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be deleted.")
 
 
-def _one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """Print a UserError as one line on stderr and exit with status 1."""
-
-    @wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        configure()
-        try:
-            function(*args, **kwargs)
-        except UserError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(1)
-
-    return wrapped
-
-
 @click.group(context_settings={"max_content_width": 110})
 @click.version_option(__version__, prog_name="tailtune")
 def main() -> None:
@@ -59,7 +40,7 @@ def main() -> None:
 @click.option(
     "--run", "run_dir", type=DIRECTORY, help="The run, by name or directory. By default, the newest one below runs/."
 )
-@_one_line_errors
+@command_line(1)
 def ask(question: str, which: str, run_dir: Path | None) -> None:
     """Ask one QUESTION, with the system prompt and the settings that the model was trained with."""
     if not question.strip():
@@ -88,7 +69,7 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
 @recipe_option
 @click.option("--data-dir", type=DIRECTORY, required=True, help="The parquet step's directory, with data.parquet.")
 @parameter_option
-@_one_line_errors
+@command_line(1)
 def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parameters: tuple[str, ...]) -> None:
     """Evaluate a MODEL directory on the validation rows; prints JSON that `tailtune gate` reads."""
     require_train("evaluate")
@@ -121,21 +102,13 @@ def evaluate(model: Path, base: Path | None, recipe: str, data_dir: Path, parame
 @click.argument("evaluation", type=DIRECTORY)
 @recipe_option
 @parameter_option
-@_one_line_errors
+@command_line(1)
 def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
     """Judge an EVALUATION (JSON file with `metrics`) against a recipe's rules; exit status 1 when it fails."""
-    from tailtune.gate import judge, verdict_lines
+    from tailtune.gate import judge, read_metrics, verdict_lines
 
-    if not evaluation.is_file():
-        raise UserError(f"{evaluation} is not a file", "give the evaluation.json of a run")
-    try:
-        document = read_json(evaluation)
-    except UnicodeDecodeError:
-        document = None
-    if not isinstance(document, dict) or not isinstance(document.get("metrics"), dict):
-        raise UserError(f'{evaluation} contains no "metrics"', "give the evaluation.json of a run")
-    verdict = judge(_recipe(recipe, parameters).gate, document["metrics"])
-    click.echo("\n".join(verdict_lines(verdict)))
+    verdict = judge(_recipe(recipe, parameters).gate, read_metrics(evaluation))
+    echo_lines(verdict_lines(verdict))
     sys.exit(0 if verdict["passed"] else 1)
 
 
@@ -146,7 +119,7 @@ def gate(evaluation: Path, recipe: str, parameters: tuple[str, ...]) -> None:
 @click.option("--local", "local_only", is_flag=True, help="Check only this machine.")
 @click.option("--image-registry", metavar="REGISTRY/PROJECT", help="Where the images are, as for pipeline.py.")
 @click.option("--json", "print_json", is_flag=True, help="Print the findings as JSON.")
-@_one_line_errors
+@command_line(1)
 def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, local_only: bool,
            image_registry: str | None, print_json: bool) -> None:  # fmt: skip
     """Find what would stop a run, with the command that fixes it; exit status 1 when something would."""
@@ -158,7 +131,7 @@ def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, loca
     asked = with_overrides(load_recipe(recipe), overrides)
     findings = examine(asked, namespace, cluster=not local_only,
                        images=(asked.cluster.pipeline_image, asked.cluster.trainer_image))  # fmt: skip
-    click.echo(json.dumps(as_json(findings), indent=2) if print_json else "\n".join(as_lines(findings)))
+    echo_lines(json.dumps(as_json(findings), indent=2).splitlines() if print_json else as_lines(findings))
     sys.exit(1 if blocked(findings) else 0)
 
 
@@ -166,7 +139,7 @@ def doctor(recipe: str, parameters: tuple[str, ...], namespace: str | None, loca
 @click.argument("run")
 @namespace_option
 @dry_run_option
-@_one_line_errors
+@command_line(1)
 def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
     """Delete the training jobs that a RUN has left behind; checkpoints stay.
 
@@ -185,7 +158,7 @@ def cancel(run: str, namespace: str | None, dry_run: bool) -> None:
 @click.option("--keep", type=click.IntRange(min=1), metavar="N", help="With --runs: instead of keep_runs.")
 @click.option("--keep-models", type=click.IntRange(min=1), metavar="N", help="With --runs: instead of keep_models.")
 @click.option("--named", is_flag=True, help="With --runs: also runs that somebody has named, as all local ones are.")
-@_one_line_errors
+@command_line(1)
 def gc(namespace: str | None, dry_run: bool, old_runs: bool, keep: int | None, keep_models: int | None,
        named: bool) -> None:  # fmt: skip
     """Delete orphaned training jobs: those that no pipeline step is waiting for.
@@ -220,7 +193,7 @@ def _remove_runs(keep: int | None, keep_models: int | None, *, named: bool, dry_
     for line, num_bytes in retention.collect_runs(
         layout, keep_runs=keep, keep_models=keep_models, named=named, dry_run=dry_run
     ):
-        click.echo(line)
+        echo_lines([line])
         total += num_bytes
     kept = 0 if named else sum(run.is_named for run in retention.stored_runs(layout))
     hint = f"; {kept} runs have names and stay, unless you add --named" if kept else ""
@@ -228,8 +201,7 @@ def _remove_runs(keep: int | None, keep_models: int | None, *, named: bool, dry_
 
 
 def _print_deleted(names: list[str], dry_run: bool) -> None:
-    for name in names:
-        click.echo(name)
+    echo_lines(names)
     click.echo(f"{len(names)} jobs {'would be ' if dry_run else ''}deleted", err=True)
 
 

@@ -16,6 +16,8 @@ from tailtune.progress import Progress
 
 LARGE_BYTES = 256 << 20
 """Hashing a file of this size may be seen to take time."""
+MAX_DIGITS = 4000
+"""Of an integer in JSON. Python itself refuses more than 4,300."""
 GARBAGE = ".garbage"
 """Ending of the name that `discard` gives to what it deletes."""
 
@@ -57,12 +59,35 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """Return a JSON file's value; None if there is no file, or no complete JSON text in it."""
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for duplicate keys and for what Python cannot read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("brackets within brackets in too many levels") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key '{next(key for key in found if keys.count(key) > 1)[:80]}'")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def read_json(path: Path) -> Any:
+    """Return the object of a JSON file; None if there is no file, or no complete JSON object in it."""
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    return value if isinstance(value, dict) else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tailtune.errors import UserError
-from tailtune.files import read_json, write_json
+from tailtune.errors import UserError, printable
+from tailtune.files import parse_json, read_json, write_json
 from tailtune.kinds import kind_module, metric_table
 from tailtune.log import log
 from tailtune.recipe.schema import GateRule, Recipe
+from tailtune.recipe.values import cut, shown
 
 COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
@@ -32,18 +33,18 @@ def _judge_rule(rule: GateRule, metrics: Mapping[str, Any]) -> dict[str, Any]:
     value: Any = metrics.get(rule.metric)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if rule.metric not in metrics:
-        reason = f"the metric is missing; measured: {', '.join(sorted(metrics)) or 'none'}"
+        reason = printable(f"the metric is missing; measured: {cut(', '.join(sorted(metrics)), 500) or 'none'}")
     elif not is_number:
-        reason = f"the metric is {type(value).__name__} {value!r}, not a number"
+        reason = f"the metric is {type(value).__name__} {shown(value)}, not a number"
     elif not _is_finite(value):
-        reason = f"the metric is {value}"
+        reason = f"the metric is {shown(value)}"
     elif not COMPARISONS[rule.comparison](value, rule.threshold):
         reason = f"{value:.4g} is not {rule.comparison} {rule.threshold:g}"
     else:
         reason = ""
     return {
         "metric": rule.metric,
-        "value": value if is_number and _is_finite(value) else None if value is None else str(value),
+        "value": value if is_number and _is_finite(value) else None if value is None else shown(value),
         "comparison": rule.comparison,
         "threshold": rule.threshold,
         "passed": not reason,
@@ -58,11 +59,24 @@ def _is_finite(value: float) -> bool:
         return False
 
 
+def read_metrics(evaluation: Path) -> dict[str, Any]:
+    """Return the metrics of an `evaluation.json`. Raises UserError with the reason where there are none."""
+    remedy = "give the evaluation.json of a run"
+    if not evaluation.is_file():
+        raise UserError(f"{evaluation} is not a file", remedy)
+    try:
+        document = parse_json(evaluation.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{evaluation} is not JSON that can be judged: {error}", remedy) from None
+    metrics = document.get("metrics") if isinstance(document, dict) else None
+    if not isinstance(metrics, dict):
+        raise UserError(f'{evaluation} contains no "metrics"', remedy)
+    return metrics
+
+
 def judge_file(recipe: Recipe, evaluation: Path, output: Path) -> dict[str, Any]:
     """Judge an `evaluation.json`, log the verdict and write it (JSON). An equal file is left untouched."""
-    document = read_json(evaluation)
-    metrics = document.get("metrics") if isinstance(document, dict) else None
-    verdict = judge(recipe.gate, metrics if isinstance(metrics, dict) else {})
+    verdict = judge(recipe.gate, read_metrics(evaluation))
     write_json(output, verdict)
     for line in verdict_lines(verdict):
         log.info("gate: %s", line.removeprefix("gate "))
@@ -90,7 +104,7 @@ def check_data(recipe: Recipe, data: Path, output: Path) -> dict[str, Any]:
 
 def raise_verdict(verdict_path: Path, report: str) -> NoReturn:
     """Raise UserError with the rules that failed: the last line of the run's log."""
-    verdict = read_json(verdict_path)
+    verdict = read_json(verdict_path) or {"rules": []}
     failures = [f"{rule['metric']}: {rule['reason']}" for rule in verdict["rules"] if not rule["passed"]]
     raise UserError(f"the model did not pass the gate ({'; '.join(failures)})", f"see {report}")
 

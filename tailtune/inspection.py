@@ -23,9 +23,9 @@ from tailtune.imports import installed_version, require_train
 from tailtune.log import log
 from tailtune.parquet.conversation import ROLES, read_conversation
 from tailtune.parquet.lines import BadRow
-from tailtune.parquet.readers import detect_format, read_values
+from tailtune.parquet.readers import detect_format, read_values, source_of
 from tailtune.progress import Progress
-from tailtune.recipe.schema import Recipe, show_sources, without_secrets
+from tailtune.recipe.schema import Data, Recipe, show_sources, without_secrets
 from tailtune.recipe.write import check_new_file, quoted, write_recipe
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 10_000
 """Rows that are read, unless there are many files."""
+MAX_CHARS = 100_000_000
+"""Of the rows that are read, as there may be very long ones."""
+MAX_COLUMNS = 10_000
 MIN_FILE_ROWS = 100
 """Rows that are read of each file even so: its columns may differ."""
 FETCHED_BYTES = 16 << 20
@@ -75,6 +78,8 @@ class Content:
     unreadable: list[str] = field(default_factory=list)
     """Why, for each row that cannot be read."""
     num_bytes: int = 0
+    num_chars: int = 0
+    """Of the rows."""
     num_skipped: int = 0
     """Files at addresses that are not fetched, because there are enough rows."""
     is_sample: bool = False
@@ -146,8 +151,7 @@ def inspect_sources(
     """
     if write_to:
         check_new_file(write_to)
-    for line in _describe(sources, recipe, write_to, parameters):
-        yield "".join(filter(str.isprintable, line))
+    yield from _describe(sources, recipe, write_to, parameters)
 
 
 def _describe(sources: list[str], recipe: Recipe, write_to: Path | None, parameters: Sequence[str]) -> Iterator[str]:
@@ -155,7 +159,7 @@ def _describe(sources: list[str], recipe: Recipe, write_to: Path | None, paramet
     files = _files_of(sources)
     for file in files:
         with tempfile.TemporaryDirectory(prefix="tailtune-") as scratch:
-            yield from _read(file, content, recipe.data.format, Path(scratch))
+            yield from _read(file, content, recipe.data, Path(scratch))
     if content.num_skipped:
         yield f"not fetched, because there are enough rows: {content.num_skipped:,} of {len(files):,} files"
     rows, columns = content.rows, content.columns
@@ -211,19 +215,19 @@ def _files_of(sources: list[str]) -> list[SourceFile]:
     return files
 
 
-def _read(file: SourceFile, content: Content, declared: str, scratch: Path) -> Iterator[str]:
+def _read(file: SourceFile, content: Content, data: Data, scratch: Path) -> Iterator[str]:
     """Read a file's rows into `content`, and say where its columns differ from those of the files before it."""
     limit = MAX_ROWS - len(content.rows) - len(content.unreadable)
     path, num_bytes, is_cut = file.path, None, False
     if file.origin:
-        if limit <= 0:
+        if limit <= 0 or content.num_chars > MAX_CHARS:
             content.is_sample, content.num_skipped = True, content.num_skipped + 1
             return
-        file_format, compression = detect_format(path, declared)
+        file_format, compression = detect_format(path, data.format)
         needs_all = file_format == "parquet" or (file_format == "json" and compression)
         path, num_bytes, is_cut = _fetch(file.origin, scratch, math.inf if needs_all else FETCHED_BYTES)
     own: dict[str, Column] = {}
-    values = read_values(path, declared, scratch)
+    values = read_values(source_of(path, data, scratch))
     if is_cut:
         values = _whole_rows(values)
     for row in islice(values, max(limit, MIN_FILE_ROWS)):
@@ -231,7 +235,13 @@ def _read(file: SourceFile, content: Content, declared: str, scratch: Path) -> I
             content.unreadable.append(row.reason)
         else:
             content.rows.append(row)
+            content.num_chars += len(str(row))
             _count(row, own)
+            if len(own) > MAX_COLUMNS:
+                problem = f"{file.name} has more than {MAX_COLUMNS:,} columns"
+                raise UserError(problem, "put what varies from row to row below one key")
+        if content.num_chars > MAX_CHARS:
+            break
     is_sample = is_cut or next(values, None) is not None
     if content.columns and own:
         known = content.columns
@@ -325,7 +335,7 @@ def _source_in(source: str, folder: Path) -> str:
     """Return a source as a recipe in the folder names it: a path below the folder, or an absolute one."""
     if not _is_local(source):
         return without_secrets(source)
-    path, base = (Path(os.path.abspath(each)) for each in (Path(source).expanduser(), folder))
+    path, base = (Path(os.path.abspath(each)) for each in (Path(os.path.expanduser(source)), folder))
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 

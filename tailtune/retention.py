@@ -7,7 +7,6 @@ logs stay, and so does every file that tailtune has not written. A run with a na
 pipeline run, is somebody's experiment: only `tailtune gc --runs --named` counts and removes those.
 """
 
-import fcntl
 import os
 import re
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.files import delete_garbage, discard, num_bytes, read_json, write_json
+from tailtune.lifeline import locked
 from tailtune.log import log
 from tailtune.manifest import MANIFEST, partial_directory, read_manifest
 from tailtune.owner import read_owner
@@ -351,18 +351,12 @@ def _has_lock(run: StoredRun) -> bool:
 
 @contextmanager
 def _locked(place: RunDirectories) -> Iterator[bool]:
-    """Hold the lock of a run on this machine (pipeline_local.py); yield False while the run itself holds it."""
-    lock = place.local_dir / ".lock"
-    if not lock.is_file():
+    """Hold the locks of a run on this machine; yield False while a process of the run itself holds one."""
+    if not (place.local_dir / ".lock").is_file():
         yield True
         return
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    with locked(place.local_dir) as not_free:
+        yield not not_free
 
 
 # --- removing ---------------------------------------------------------------------------------------

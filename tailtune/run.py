@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError
+from tailtune.recipe.addresses import literal
 from tailtune.recipe.schema import Recipe
 
 DATA_FILE = "data.parquet"
@@ -179,7 +180,7 @@ class Run(RunDirectories):
         return named.resolve() if named else self.base_model_dir
 
     def to_json(self) -> str:
-        return self.model_dump_json()
+        return literal(self.model_dump_json())
 
     @classmethod
     def from_json(cls, text: str) -> "Run":

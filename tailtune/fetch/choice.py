@@ -106,7 +106,7 @@ def local_files(source: str) -> list[Path] | None:
         return [_embedded_file()]
     if "://" in source:
         return None
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
         return [path / name for name in choose_files(names, Wanted(str(path)))]

@@ -128,10 +128,10 @@ def explain(job: str, failures: list[Failure], ended: str) -> JobFailed:
         return JobFailed(f"job '{job}' failed ({failure_class.name}): {ended}", failure_class.remedy)
     shown = next((failure for failure in failures if _classify(failure)[0].recurs), failures[0])
     failure_class, cause, lines = _classify(shown)
-    output = "".join(f"\n    {line}" for line in lines)
     return (PermanentFailure if failure_class.recurs else JobFailed)(
         f"job '{job}' failed ({failure_class.name}) in pod {shown.pod}, {shown.reason}: {cause}",
-        failure_class.remedy + (f"; its last lines:{output}" if output else ""),
+        failure_class.remedy,
+        details=["its last lines:", *lines] if lines else (),
     )
 
 

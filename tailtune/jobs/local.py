@@ -49,5 +49,8 @@ def run_job(job: Job) -> None:
     if result.stopped:
         raise JobFailed(f"job '{job.name}' was stopped by a signal", "run again to resume from its checkpoint")
     if result.status:
-        output = "\n".join(f"    {line}" for line in result.last_lines)
-        raise JobFailed(f"job '{job.name}' failed: {result.failure}; its last lines:\n{output}")
+        raise JobFailed(
+            f"job '{job.name}' failed: {result.failure}",
+            "its last lines are in the log",
+            details=["its last lines:", *result.last_lines],
+        )

@@ -9,20 +9,21 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
-
-from packaging.version import Version
 
 from tailtune.errors import UserError
 from tailtune.files import read_json
 from tailtune.jobs.job import parse_user_error
+from tailtune.lifeline import LIFELINE, end
 from tailtune.log import BAR_PREFIX, LINE_PREFIX, log
 from tailtune.recipe.load import ENVIRONMENT
 from tailtune.signals import on_stop
 
-NUM_LAST_LINES = 60  # torchrun's report of a failure has about 20 lines
+END_SECONDS = 30
+"""How much longer than its ranks torchrun may take to end."""
+NUM_LAST_LINES = 60
+NUM_KEPT_LINES = 300  # torchrun's report of a failure has about 20 lines, and the traceback of the first rank
 REPORT = re.compile(r"torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)")
 """First line of torchrun's report of a failure."""
 
@@ -65,15 +66,16 @@ def run_torchrun(
 
     After a rank has died, all ranks are restarted, up to `max_restarts` times. A rank that rejects its input reports
     why in the file TAILTUNE_ERROR_FILE (`{"problem": …, "remedy": …}`) and exits; it is not restarted, because it would
-    fail again. The first SIGTERM or SIGINT is forwarded as SIGTERM, so that the ranks save a checkpoint.
+    fail again. The first stop signal is forwarded as SIGTERM, so that the ranks save a checkpoint; they
+    and torchrun get one too when this process ends without waiting for them.
     """
-    last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    last_lines: deque[str] = deque(maxlen=NUM_KEPT_LINES)
     user_error = None
     with tempfile.TemporaryDirectory() as folder:
         exception_path, user_error_path = Path(folder) / "exception.json", Path(folder) / "user_error.json"
         process = subprocess.Popen(
             [
-                sys.executable, "-m", *torchrun_module(metadata.version("torch"), shutdown_seconds),
+                sys.executable, "-m", "tailtune.train.torchrun", str(shutdown_seconds),
                 *options,
                 f"--nproc-per-node={ranks_per_node}",
                 f"--max-restarts={max_restarts}",
@@ -92,7 +94,9 @@ def run_torchrun(
                 "PYTHONSAFEPATH": "1",  # a random.py in the working directory is nobody's module
                 **environment,
                 "TAILTUNE_ERROR_FILE": str(user_error_path),
+                LIFELINE: str(shutdown_seconds),
             },
+            stdin=subprocess.PIPE,  # nothing is written: it ends with this process
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -105,23 +109,27 @@ def run_torchrun(
                 log.info("train: signal %s: waiting for a checkpoint", signal.Signals(received[0]).name)
                 process.send_signal(signal.SIGTERM)
 
-        with on_stop(stop) as received:
-            in_own_report = False  # torchrun's traceback of a stop that was asked for
-            for line in process.stdout:
-                is_stopping = bool(received) or user_error is not None
-                in_own_report = is_stopping and (in_own_report or bool(STOP_REPORT.search(line)))
-                if not in_own_report or line.startswith(("[rank ", LINE_PREFIX)):
-                    show(line)
-                if BAR_PREFIX not in line:
-                    last_lines.append(line.rstrip())
-                if user_error is None and (user_error := parse_user_error(read_json(user_error_path))):
-                    process.terminate()  # before torchrun restarts the ranks
-            status = process.wait()
+        try:
+            with on_stop(stop) as received:
+                in_own_report = False  # torchrun's traceback of a stop that was asked for
+                for line in process.stdout:
+                    is_stopping = bool(received) or user_error is not None
+                    in_own_report = is_stopping and (in_own_report or bool(STOP_REPORT.search(line)))
+                    if not in_own_report or line.startswith("[rank ") or LINE_PREFIX in line:
+                        show(line)
+                    if BAR_PREFIX not in line:
+                        last_lines.append(line.rstrip())
+                    if user_error is None and (user_error := parse_user_error(read_json(user_error_path))):
+                        process.terminate()  # before torchrun restarts the ranks
+                status = process.wait()
+        finally:
+            end(process, shutdown_seconds + END_SECONDS)
         user_error = user_error or parse_user_error(read_json(user_error_path))
         output = "\n".join(last_lines)
-        failure = first_failure(output, exception_path, status) if status else ""
+        own = own_lines(last_lines)[-NUM_LAST_LINES:]
+        failure = first_failure(output, exception_path, status, next(filter(None, reversed(own)), "")) if status else ""
         restarts_used_up = bool(status and ROOT_CAUSE.search(output))
-    return TorchrunResult(status, user_error, bool(received), failure, restarts_used_up, own_lines(last_lines))
+    return TorchrunResult(status, user_error, bool(received), failure, restarts_used_up, own)
 
 
 def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
@@ -129,28 +137,22 @@ def own_lines(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(takewhile(lambda line: not REPORT.search(line), lines))
 
 
-def first_failure(output: str, exception_path: Path, status: int) -> str:
-    """The rank that failed first, its exit status, and its exception if it recorded one.
+def first_failure(output: str, exception_path: Path, status: int, last_line: str = "") -> str:
+    """The rank that failed first, its exit status, and its exception if it recorded one, else the ranks' last line.
 
     `output` ends with torchrun's own report; `exception_path` is the file in which torchrun records an exception.
     """
+    last = f": {last_line.strip()[:300]}" if last_line else ""
     root_cause = ROOT_CAUSE.search(output)
     if root_cause is None:
-        return f"torchrun ended with status {status}"
+        return f"torchrun ended with status {status}{last}"
     code = int(root_cause.group(2))
     signal_name = f" ({signal.Signals(-code).name})" if code < 0 else ""
     record = read_json(exception_path)
     message = record.get("message") if isinstance(record, dict) else None
     text = message.get("message", "") if isinstance(message, dict) else message or ""
-    reason = f": {' '.join(text.split())[:500]}" if text else ""
+    reason = f": {' '.join(text.split())[:500]}" if text else last
     return f"rank {root_cause.group(1)} failed first, exit status {code}{signal_name}{reason}"
-
-
-def torchrun_module(torch_version: str, shutdown_seconds: int) -> list[str]:
-    """The module to run as torchrun, with the time that ranks have to stop: an option only since torch 2.12."""
-    if Version(torch_version) < Version("2.12"):
-        return ["tailtune.train.torchrun_compat", str(shutdown_seconds)]
-    return ["torch.distributed.run", f"--shutdown-timeout={shutdown_seconds}"]
 
 
 def _num_threads(ranks_per_node: int) -> dict[str, str]:

@@ -4,63 +4,61 @@ Each row is parsed separately, so a broken row does not affect its neighbours. T
 bracket in a JSON array, which can make the whole array unreadable.
 """
 
+import io
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 from tailtune.errors import UserError
 from tailtune.parquet import lines as source_lines
 from tailtune.parquet.conversation import read_conversation
-from tailtune.parquet.lines import BadRow, Columns, Record, check_length, numbered_lines, open_source
-from tailtune.progress import Progress
+from tailtune.parquet.lines import BadRow, Columns, Record, Source, check_length, numbered_lines, open_source
 
-MAX_ARRAY_BYTES = 256 << 20
-"""Largest JSON array that is read, in bytes after decompression. The whole array is held in memory."""
 MAX_DIGITS = 300
 """Longer whole numbers in lists and objects become floating-point numbers."""
 _WHITESPACE = b" \t\r\n"
 
 
-def read_json_lines(lines: Iterable[tuple[int, bytes]], columns: Columns | None) -> Iterator[Record]:
-    """Parse one JSON object per line. `lines` yields (line number, text) pairs. Blank lines are skipped.
+def read_json(source: Source, columns: Columns | None) -> Iterator[Record]:
+    """Parse JSON Lines, or where the format is `json` a JSON array of objects, if the file is one.
 
     A row is good when it is a JSON object in which each of the columns appears once and holds a string or a number, or
     a conversation or a list or object where `columns` says so. Numbers in place of text are kept as they are written:
-    1.50 stays "1.50". Without `columns`, the only value of a record is the whole row, a dictionary.
+    1.50 stays "1.50". Without `columns`, the only value of a record is the whole row, a dictionary. The line of a
+    record is the line on which the object begins. Raises UserError when an array has no end, or is followed by other
+    text, and when the first object is written over several lines.
     """
+    is_array = source.format == "json" and _is_array(source)
+    with open_source(source) as file:
+        lines = _split_array(file, source) if is_array else _not_indented(file, source)
+        yield from _read_json_lines(lines, source, columns)
+
+
+def _read_json_lines(lines: Iterable[tuple[int, bytes]], source: Source, columns: Columns | None) -> Iterator[Record]:
+    """Parse one JSON object per line. `lines` yields (line number, text) pairs. Blank lines are skipped."""
     getters = None if columns is None else [(name, _getter(name, columns)) for name in columns.names]
     for number, line in lines:
         text = line.strip(_WHITESPACE)
-        if text:
-            yield Record(number, text, _parse_row(text, getters))
+        if text or len(line) > source.max_row_bytes:
+            yield Record(number, text, _parse_row(line, source, getters))
 
 
-def read_json(source: Path, compression: str | None, columns: Columns | None) -> Iterator[Record]:
-    """Parse a JSON array of objects, or JSON Lines, which many files named `.json` contain.
-
-    The line of a record is the line on which the object begins. Raises UserError when the array has
-    more than MAX_ARRAY_BYTES, has no end, or is followed by other text.
-    """
-    is_array = _is_array(source, compression)
-    with open_source(source, compression) as file:
-        if not is_array:
-            yield from read_json_lines(numbered_lines(file), columns)
-            return
-        data = file.read(MAX_ARRAY_BYTES + 1)
-    if len(data) > MAX_ARRAY_BYTES:
-        raise UserError(
-            f"{source} is a JSON array of more than {MAX_ARRAY_BYTES >> 20} MiB",
-            "convert it to JSON Lines with jq -c '.[]' and set data.source to the result",
-        )
-    num_read = 0
-    with Progress(f"parquet: {source.name}", len(data), "bytes", measure=lambda: num_read):
-        for record in read_json_lines(_split_array(data), columns):
-            yield record
-            num_read += len(record.text)
+def _not_indented(file: io.BufferedReader, source: Source) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of JSON Lines. Raises UserError when the first object is written over several lines."""
+    first = b""
+    for number, line in numbered_lines(file, source.max_row_bytes):
+        text = line[:1000].strip(_WHITESPACE)
+        if first.startswith(b"{") and first.endswith((b"{", b"[", b",", b":")) and text.startswith(b'"'):
+            problem = (
+                f"{source.path} has JSON objects over several lines: they are neither in an array nor one per line"
+            )
+            raise UserError(problem, "convert it with jq -c . FILE > NEW, or jq -c '.KEY[]' for rows below a key")
+        first = text or first
+        yield number, line
 
 
 # -- One row ---------------------------------------------------------------------------------------
@@ -68,6 +66,8 @@ def read_json(source: Path, compression: str | None, columns: Columns | None) ->
 
 class _Number(str):
     """A JSON number, kept as it is written, with any number of digits."""
+
+    __slots__ = ()
 
 
 _REPEATED = object()
@@ -100,11 +100,11 @@ _TYPE_NAMES = {
 _Getter = Callable[[dict[str, Any], str], Any]
 
 
-def _parse_row(text: bytes, getters: list[tuple[str, _Getter]] | None) -> list[Any] | BadRow:
+def _parse_row(line: bytes, source: Source, getters: list[tuple[str, _Getter]] | None) -> list[Any] | BadRow:
     """Return the values of the columns that have getters, or of the whole row, or why the row is bad."""
     try:
-        check_length(text)
-        row = _decode(text)
+        check_length(line, source)
+        row = _decode(line.strip(_WHITESPACE))
         return [_plain(row, "the row")] if getters is None else [get(row, name) for name, get in getters]
     except BadRow as error:
         return error
@@ -182,14 +182,19 @@ def _get_conversation(row: dict[str, Any], name: str) -> list[dict[str, str]]:
                      row) from None  # fmt: skip
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a decoded value with its numbers as numbers. Raises BadRow for what is not valid JSON."""
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """Return a decoded value with its numbers as numbers. Raises BadRow for what is not valid JSON, or too deep."""
+    if depth > source_lines.MAX_DEPTH:
+        raise BadRow(f"{where} is nested more than {source_lines.MAX_DEPTH} levels deep")
     if isinstance(value, dict):
-        return {_plain(key, where): _plain(each, where) for key, each in value.items()}
+        return {_plain(key, where): _plain(each, where, depth + 1) for key, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each, where) for each in value]
+        return [_plain(each, where, depth + 1) for each in value]
     if isinstance(value, _Number):
-        return float(value) if set(value) & set(".eE") or len(value) > MAX_DIGITS else int(value)
+        number = float(value) if set(value) & set(".eE") or len(value) > MAX_DIGITS else int(value)
+        if math.isinf(number):
+            raise BadRow(f"{where} contains a number that is too large")
+        return number
     if value is _REPEATED:
         raise BadRow(f"{where} contains a key more than once")
     if isinstance(value, float):
@@ -209,62 +214,98 @@ def _is_unicode(value: str) -> bool:
 
 # -- JSON arrays -----------------------------------------------------------------------------------
 
-_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
-"""A string (possibly without its closing quote), a bracket, or a comma."""
-_LEADING_WHITESPACE = re.compile(rb"[ \t\r\n]*+")
+_REST_OF_STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
+_STRING = re.compile(_REST_OF_STRING, re.DOTALL)
+"""The rest of a string, with its closing quote if it is there, without a backslash at the very end."""
+_TOKEN = re.compile(rb'"' + _REST_OF_STRING + rb"|[][{},]", re.DOTALL)
+"""A string, perhaps without its end, a bracket, or a comma."""
 
 
-def _is_array(source: Path, compression: str | None) -> bool:
+def _is_array(source: Source) -> bool:
     """Return whether the first character that is not white space is `[`."""
-    with open_source(source, compression) as file:
-        while character := file.read(1):
-            if character not in _WHITESPACE:
-                return character == b"["
+    with open_source(source) as file:
+        while part := file.read(source_lines.BATCH_BYTES):
+            if text := part.lstrip(_WHITESPACE):
+                return text.startswith(b"[")
     return False
 
 
-def _split_array(data: bytes) -> Iterator[tuple[int, bytes]]:
+class _Element:
+    """The text of one element, collected from the parts of the file, cut after `limit` bytes."""
+
+    def __init__(self, line: int, limit: int) -> None:
+        self.line = line
+        """On which it begins."""
+        self._text, self._limit = bytearray(), limit
+
+    def add(self, part: bytes) -> None:
+        if not self._text:
+            text = part.lstrip(_WHITESPACE)
+            self.line += part.count(b"\n", 0, len(part) - len(text))
+            part = text
+        self._text += part[: self._limit - len(self._text)]
+
+    def take(self) -> tuple[int, bytes]:
+        return self.line, bytes(self._text)
+
+
+def _split_array(file: io.BufferedReader, source: Source) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, text) for each element of a JSON array, without parsing the elements.
 
-    An element ends at the next comma or closing bracket that is not inside a string or inside
-    brackets of its own. The line number is that of the element's first character. Elements longer
-    than MAX_LINE_BYTES are cut to MAX_LINE_BYTES + 1 bytes. Raises UserError when the array has no end or is
-    followed by other text.
+    An element ends at the next comma or closing bracket that is not inside a string or inside brackets of its own. The
+    line number is that of the element's first character. Longer elements are cut to `max_row_bytes` + 1 bytes. Raises
+    UserError when the array has no end or is followed by other text.
     """
+    limit = source.max_row_bytes + 1
     depth = 0  # brackets that are open
-    begin = 0  # index after the bracket or comma before the current element
-    line, position = 1, 0  # `line` is the line number at the index `position`
-    for token in _TOKENS.finditer(data):
-        character = data[token.start()]
-        if character == ord('"'):
-            continue
-        if character in b"[{":
-            depth += 1
-            begin = begin or token.end()
-        elif character in b"]}":
-            depth -= 1
-        if depth > 1 or (depth == 1 and character != ord(",")):
-            continue
-        first = _skip_whitespace(data, begin)
-        line, position = line + data.count(b"\n", position, first), first
-        yield line, data[first : min(token.start(), first + source_lines.MAX_LINE_BYTES + 1)]
-        begin = token.end()
-        if depth <= 0:
-            rest = _skip_whitespace(data, begin)
-            if rest < len(data):
-                line += data.count(b"\n", position, rest)
-                raise UserError(f"line {line}: text follows the end of the JSON array", "put one array into each file")
-            return
-    line += data.count(b"\n", position, begin)
+    in_string = escaped = False  # at the end of the part before; `escaped` is a backslash there
+    line = 1  # at the index `counted` of the part
+    begin_line = 1
+    element = _Element(line, limit)
+    while part := file.read(source_lines.BATCH_BYTES):
+        begin = counted = end = 0
+        if in_string:
+            rest = _STRING.match(part, int(escaped))
+            assert rest is not None
+            in_string, end = rest[1] is None, rest.end()
+            escaped = in_string and end < len(part)
+        for token in () if in_string else _TOKEN.finditer(part, end):
+            character = part[token.start()]
+            if character == ord('"'):
+                in_string = token[1] is None
+                escaped = in_string and token.end() < len(part)
+                continue
+            if character in b"[{":
+                depth += 1
+                if depth == 1:  # of the array itself
+                    begin = token.end()
+            elif character in b"]}":
+                depth -= 1
+            if depth > 1 or (depth == 1 and character != ord(",")):
+                continue
+            element.add(part[begin : token.start()])
+            yield element.take()
+            begin = token.end()
+            line += part.count(b"\n", counted, begin)
+            counted = begin
+            begin_line, element = line, _Element(line, limit)
+            if depth <= 0:
+                _refuse_text(part[begin:], file, line)
+                return
+        if depth:
+            element.add(part[begin:])
+        line += part.count(b"\n", counted)
     raise UserError(
         "the JSON array does not end: the file is cut off, or a quote or bracket is missing in the row that begins "
-        f"on or after line {line}",
+        f"on or after line {begin_line}",
         "fetch it again, or correct that row",
     )
 
 
-def _skip_whitespace(data: bytes, begin: int) -> int:
-    """Return the index of the first byte at or after `begin` that is not white space."""
-    match = _LEADING_WHITESPACE.match(data, begin)
-    assert match is not None
-    return match.end()
+def _refuse_text(part: bytes, file: io.BufferedReader, line: int) -> None:
+    """Raise UserError when anything but white space follows: in `part`, or in the rest of the file."""
+    for each in chain([part], iter(lambda: file.read(source_lines.BATCH_BYTES), b"")):
+        text = each.lstrip(_WHITESPACE)
+        line += each.count(b"\n", 0, len(each) - len(text))
+        if text:
+            raise UserError(f"line {line}: text follows the end of the JSON array", "put one array into each file")

@@ -7,6 +7,7 @@ means the same in every format. Only batches need pyarrow and numpy: `--inspect`
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +23,51 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-MAX_LINE_BYTES = 16 << 20
-"""A longer line, array element or CSV record is rejected."""
+MAX_DEPTH = 64
+"""Lists and objects that are nested more deeply are rejected."""
 BATCH_BYTES = 4 << 20
 """Size of the read buffer, and of the text in a batch."""
 BATCH_ROWS = 1 << 16
 """Maximum number of rows, good and bad, in a batch. This bounds its memory when rows are very short."""
 MAX_REJECT_CHARS = 500
 """Length of the text in a reject; the rest of the bad row is cut off."""
+MAX_REASON_CHARS = 300
 MAX_COLUMNS_SHOWN = 30
+MAX_COLUMN_CHARS = 60
+"""Of a column's name in a message."""
 BOM = b"\xef\xbb\xbf"
+OTHER_FORMATS = {
+    b"\x1f\x8b": ("gzip", "let its name end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "let its name end in .zst"),
+    b"PAR1": ("Parquet", "set data.format to parquet"),
+    b"\xfd7zXZ": ("xz", "decompress it"),
+    b"PK\x03\x04": ("a ZIP archive or a spreadsheet", "extract it, or export it as CSV"),
+}
+"""First bytes of files with a wrong name: what they are, and the remedy."""
+WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+"""Beginning of what a server sends in place of a file, often for a login."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file to read, and the limits on what is in it."""
+
+    path: Path
+    format: str
+    compression: str | None
+    scratch: Path
+    """Directory for a decompressed Parquet file."""
+    max_row_bytes: int
+    """A longer line, array element, CSV record or Parquet row is rejected."""
+    max_file_bytes: int
+    """After decompression."""
+
+    def too_long(self) -> "BadRow":
+        return BadRow(f"row longer than data.max_row_bytes {self.max_row_bytes:,}")
+
+    def too_large(self) -> UserError:
+        problem = f"{self.path} has more bytes than data.max_file_bytes {self.max_file_bytes:,}, decompressed"
+        return UserError(problem, "raise it, or split the file")
 
 
 @dataclass(frozen=True)
@@ -59,7 +95,8 @@ class BadRow(Exception):
 
     def __init__(self, reason: str, columns: Iterable[str] = ()) -> None:
         super().__init__(reason)
-        self.reason, self.columns = reason, set(columns)
+        self.reason = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}…"
+        self.columns = set(columns)
 
 
 class Record(NamedTuple):
@@ -98,11 +135,11 @@ class Batch:
 
 def missing_column(name: str, columns: Iterable[str], where: str = "the data") -> UserError:
     """Return the error about a column that is not among the `columns` of the data."""
-    columns = list(columns)
+    columns = [each if len(each) <= MAX_COLUMN_CHARS else f"{each[:MAX_COLUMN_CHARS]}…" for each in columns]
     shown = ", ".join(columns[:MAX_COLUMNS_SHOWN]) or "none"
     more = f" and {len(columns) - MAX_COLUMNS_SHOWN} more" if len(columns) > MAX_COLUMNS_SHOWN else ""
     return UserError(
-        f"column '{name}' is not in {where}{did_you_mean(name, columns)}; found: {shown}{more}",
+        f"column '{name}' is not in {where}{did_you_mean(name, columns[:1000])}; found: {shown}{more}",
         "map your columns in data.columns, as docs/data.md shows",
     )
 
@@ -121,57 +158,110 @@ def find_columns(header: list[str], columns: Columns) -> list[int | None]:
 
 
 @contextmanager
-def open_source(source: Path, compression: str | None) -> Iterator[io.BufferedReader]:
+def open_source(source: Source) -> Iterator[io.BufferedReader]:
     """Open a file to read its bytes, decompressed and without a byte order mark. Shows how much of it has been read.
 
-    Raises UserError.
+    Raises UserError, also where the beginning shows that the file has another format than its name says.
     """
     with (
-        source.open("rb", buffering=0) as raw,
-        io.BufferedReader(_decompressed(raw, source.name, compression), BATCH_BYTES) as file,
-        Progress(f"parquet: {source.name}", source.stat().st_size, "bytes", measure=raw.tell),
+        source.path.open("rb", buffering=0) as raw,
+        io.BufferedReader(_decompressed(raw, source), BATCH_BYTES) as file,
+        Progress(f"parquet: {source.path.name}", source.path.stat().st_size, "bytes", measure=raw.tell),
     ):
-        if file.peek(len(BOM)).startswith(BOM):
+        beginning = file.peek(len(BOM))
+        if beginning.startswith(BOM):
             file.read(len(BOM))
+        if source.format != "parquet":
+            _check_beginning(beginning[:1024], source)
         yield file
 
 
-def _decompressed(raw: io.FileIO, name: str, compression: str | None) -> Any:
-    if compression is None:
+def _check_beginning(beginning: bytes, source: Source) -> None:
+    """Raise UserError when the first bytes of a text are those of another format or encoding."""
+    for first, (name, remedy) in OTHER_FORMATS.items():
+        if beginning.startswith(first):
+            raise UserError(f"{source.path} is {name}, not {source.format}", remedy)
+    if source.format != "txt" and WEB_PAGE.match(beginning):
+        raise UserError(
+            f"{source.path} is a web page, not {source.format}", "download the file itself, after the login"
+        )
+    if encoding := _other_encoding(beginning):
+        raise UserError(f"{source.path} is {encoding}, not UTF-8", encoding_remedy(encoding))
+
+
+def _other_encoding(beginning: bytes) -> str | None:
+    """Return which encoding with more than one byte per character a text has, by its mark or by its NULs."""
+    if beginning.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "UTF-32"
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    low, high = beginning[::2], beginning[1::2]
+    for encoding, letters, nuls in (("UTF-16LE", low, high), ("UTF-16BE", high, low)):
+        if nuls and not any(nuls) and all(letters):
+            return encoding
+    return None
+
+
+def encoding_remedy(encoding: str) -> str:
+    return f"convert it with iconv -f {encoding} -t UTF-8 FILE > NEW"
+
+
+class _Bounded(io.RawIOBase):
+    """What a decompressor yields, up to the source's limit."""
+
+    def __init__(self, stream: Any, source: Source) -> None:
+        self._stream, self._source, self._num_bytes = stream, source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._stream.readinto(buffer))
+        self._num_bytes += count
+        if self._num_bytes > self._source.max_file_bytes:
+            raise self._source.too_large()
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _decompressed(raw: io.FileIO, source: Source) -> Any:
+    if source.compression is None:
         return raw
     if installed_version("pyarrow") is None:
-        if compression != "gzip":
-            require_train(f"reading {name}")
-        return gzip.open(raw)
+        if source.compression != "gzip":
+            require_train(f"reading {source.path.name}")
+        return _Bounded(gzip.open(raw), source)
     import pyarrow as pa
 
-    return pa.input_stream(raw, compression=compression)
+    return _Bounded(pa.input_stream(raw, compression=source.compression), source)
 
 
-def numbered_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: io.BufferedReader, max_row_bytes: int) -> Iterator[tuple[int, bytes]]:
     r"""Yield (number from 1, text without its final `\n`) for each line of the file.
 
-    Only the first MAX_LINE_BYTES + 1 bytes of a longer line are read into memory; see `check_length`.
+    Only the first `max_row_bytes` + 1 bytes of a longer line are kept.
     """
     for number in count(1):
-        text = part = file.readline(MAX_LINE_BYTES + 1)
+        text = part = file.readline(max_row_bytes + 1)
         if not text:
             return
         while part and not part.endswith(b"\n"):
-            part = file.readline(MAX_LINE_BYTES)
+            part = file.readline(BATCH_BYTES)
         yield number, text.removesuffix(b"\n")
 
 
-def check_length(text: bytes) -> None:
-    """Raise BadRow when the text is longer than MAX_LINE_BYTES."""
-    if len(text) > MAX_LINE_BYTES:
-        limit = f"{MAX_LINE_BYTES >> 20} MiB" if MAX_LINE_BYTES >= 1 << 20 else f"{MAX_LINE_BYTES} bytes"
-        raise BadRow(f"line longer than {limit}")
+def check_length(text: bytes, source: Source) -> None:
+    """Raise BadRow when a row is too long."""
+    if len(text) > source.max_row_bytes:
+        raise source.too_long()
 
 
-def decode_line(text: bytes) -> str:
+def decode_line(text: bytes, source: Source) -> str:
     """Decode UTF-8. Raises BadRow when the text is too long or not valid UTF-8."""
-    check_length(text)
+    check_length(text, source)
     try:
         return text.decode()
     except UnicodeDecodeError:

@@ -4,10 +4,11 @@ Formats: JSON (an array of objects), JSON Lines, CSV, plain text, and Parquet, e
 as `.gz` or `.zst`. A row is good when every requested column is text or a number, is not blank, and
 is valid Unicode; in JSON and Parquet, columns may also hold conversations, lists and objects. No row
 is dropped silently: it is either in `Batch.columns` or in `Batch.rejects`. Blank lines are not rows.
-The memory needed does not grow with the file, except for a JSON array.
+The memory needed does not grow with the file: `data.max_row_bytes` bounds it.
 """
 
 import csv
+import io
 import sys
 import zlib
 from collections import deque
@@ -16,22 +17,24 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailtune.errors import UserError
+from tailtune.errors import UserError, one_line
 from tailtune.imports import require_train
-from tailtune.parquet import lines as source_lines
-from tailtune.parquet.json_reader import read_json, read_json_lines
+from tailtune.parquet.json_reader import read_json
 from tailtune.parquet.lines import (
     BadRow,
     Batch,
     Columns,
     Record,
+    Source,
     check_length,
     collect_batches,
     decode_line,
+    encoding_remedy,
     find_columns,
     numbered_lines,
     open_source,
 )
+from tailtune.recipe.schema import Data
 
 FORMATS = ("json", "jsonl", "csv", "txt", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -58,44 +61,44 @@ def detect_format(source: Path, declared: str) -> tuple[str, str | None]:
     return file_format, compression
 
 
-def read_rows(source: Path, declared: str, columns: Columns, scratch: Path) -> Generator[Batch, None, None]:
+def source_of(path: Path, data: Data, scratch: Path) -> Source:
+    """Return a file as the recipe's `data` says how to read it. Raises UserError when its format is unknown."""
+    return Source(path, *detect_format(path, data.format), scratch, data.max_row_bytes, data.max_file_bytes)
+
+
+def read_rows(source: Source, columns: Columns) -> Generator[Batch, None, None]:
     """Yield batches of the columns, in the order of the source.
 
-    `declared` is the recipe's `data.format`; `scratch` is a directory for a decompressed Parquet
-    file. Raises UserError when the file cannot be read in its format, or its header lacks a column.
+    Raises UserError when the file cannot be read in its format, or its header lacks a column.
     """
-    file_format, compression = detect_format(source, declared)
-    if columns.messages and file_format in ("csv", "txt"):
-        problem = f"{source.name} is {file_format.upper()}, so its column '{columns.messages}' holds no conversations"
+    if columns.messages and source.format in ("csv", "txt"):
+        kind = source.format.upper()
+        problem = f"{source.path.name} is {kind}, so its column '{columns.messages}' holds no conversations"
         raise UserError(problem, "give them as JSON, JSON Lines or Parquet")
-    with (
-        _explained(source, file_format, compression),
-        closing(_read_records(source, file_format, compression, columns, scratch)) as records,
-    ):
+    with _explained(source), closing(_read_records(source, columns)) as records:
         yield from collect_batches(records, columns)
 
 
-def read_values(source: Path, declared: str, scratch: Path) -> Iterator[dict[str, Any] | BadRow]:
+def read_values(source: Source) -> Iterator[dict[str, Any] | BadRow]:
     """Yield every row with all of its columns, for `--inspect`: text, and what lists and objects hold.
 
     Raises UserError as `read_rows` does. Only Parquet needs pyarrow.
     """
-    file_format, compression = detect_format(source, declared)
-    with _explained(source, file_format, compression):
-        if file_format == "parquet":
+    with _explained(source):
+        if source.format == "parquet":
             require_train("reading Parquet")
             from tailtune.parquet.parquet_reader import read_parquet_values
 
-            yield from read_parquet_values(source, compression, scratch)
+            yield from read_parquet_values(source)
             return
         names = ["text"]
-        if file_format == "csv":
-            with open_source(source, compression) as file:
-                headers = (record.values for record in _read_csv(numbered_lines(file), None))
+        if source.format == "csv":
+            with open_source(source) as file:
+                headers = (record.values for record in _read_csv(file, source, None))
                 header = next((values for values in headers if isinstance(values, list)), [])
                 names = [name for name in header if name.strip()]  # spreadsheets leave commas at the end of the lines
-        columns = None if file_format in ("json", "jsonl") else Columns(names)
-        with closing(_read_records(source, file_format, compression, columns, scratch)) as records:
+        columns = None if source.format in ("json", "jsonl") else Columns(names)
+        with closing(_read_records(source, columns)) as records:
             for record in records:
                 if isinstance(record.values, BadRow):
                     yield record.values
@@ -103,21 +106,20 @@ def read_values(source: Path, declared: str, scratch: Path) -> Iterator[dict[str
                     yield record.values[0] if columns is None else dict(zip(names, record.values, strict=True))
 
 
-def nested_columns(source: Path, declared: str, names: Sequence[str], scratch: Path) -> dict[str, Any]:
+def nested_columns(source: Source, names: Sequence[str]) -> dict[str, Any]:
     """Return the Arrow types of those columns that hold lists or objects, in JSON by their first value.
 
     The type null is of those that hold no value at all. Raises UserError for objects without a key.
     """
-    file_format, compression = detect_format(source, declared)
-    if file_format in ("csv", "txt"):
+    if source.format in ("csv", "txt"):
         return {}
     from tailtune.parquet import parquet_reader
 
-    with _explained(source, file_format, compression):
-        if file_format == "parquet":
-            return parquet_reader.nested_types(source, compression, names, scratch)
+    with _explained(source):
+        if source.format == "parquet":
+            return parquet_reader.nested_types(source, names)
         undecided, nested = set(names), set[str]()
-        for row in read_values(source, declared, scratch):
+        for row in read_values(source):
             found = {name for name in undecided if isinstance(row, dict) and row.get(name) is not None}
             nested |= {name for name in found if isinstance(row, dict) and isinstance(row[name], list | dict)}
             undecided -= found
@@ -126,62 +128,63 @@ def nested_columns(source: Path, declared: str, names: Sequence[str], scratch: P
         types = dict.fromkeys(undecided, parquet_reader.NO_VALUE)
         if not nested:
             return types
-        rows = (row for row in read_values(source, declared, scratch) if isinstance(row, dict))
+        rows = (row for row in read_values(source) if isinstance(row, dict))
         return types | parquet_reader.infer_types(rows, nested)
 
 
 @contextmanager
-def _explained(source: Path, file_format: str, compression: str | None) -> Iterator[None]:
+def _explained(source: Source) -> Iterator[None]:
     """Turn errors of the file's content into UserErrors."""
-    if not source.is_file():
-        raise UserError(f"data file {source} does not exist", "check data.source")
+    if not source.path.is_file():
+        raise UserError(f"data file {source.path} does not exist", "check data.source")
     try:
         yield
     except Exception as error:
         arrow = sys.modules.get("pyarrow")
         if not isinstance(error, (OSError, EOFError, zlib.error, *([arrow.ArrowException] if arrow else []))):
             raise
-        description = f"{file_format}, {compression}" if compression else file_format
-        raise UserError(f"{source} cannot be read as {description}: {error}", "fetch or export it again") from error
+        description = f"{source.format}, {source.compression}" if source.compression else source.format
+        problem = f"{source.path} cannot be read as {description}: {one_line(error)}"
+        raise UserError(problem, "fetch or export it again") from error
 
 
-def _read_records(
-    source: Path, file_format: str, compression: str | None, columns: Columns | None, scratch: Path
-) -> Generator[Record, None, None]:
+def _read_records(source: Source, columns: Columns | None) -> Generator[Record, None, None]:
     """Yield the records of a file. Only JSON can be read without `columns`."""
-    if file_format == "json":
-        yield from read_json(source, compression, columns)
-        return
-    if file_format == "jsonl":
-        with open_source(source, compression) as file:
-            yield from read_json_lines(numbered_lines(file), columns)
+    if source.format in ("json", "jsonl"):
+        yield from read_json(source, columns)
         return
     assert columns is not None
-    if file_format == "parquet":
+    if source.format == "parquet":
         from tailtune.parquet.parquet_reader import read_parquet
 
-        yield from read_parquet(source, compression, columns, scratch)
+        yield from read_parquet(source, columns)
         return
-    with open_source(source, compression) as file:
-        yield from {"csv": _read_csv, "txt": _read_txt}[file_format](numbered_lines(file), columns)
+    with open_source(source) as file:
+        yield from {"csv": _read_csv, "txt": _read_txt}[source.format](file, source, columns)
 
 
 # -- CSV -------------------------------------------------------------------------------------------
 
 
+REREAD_BYTES = 1 << 28
+"""How much of a file may be read again after quotes that are never closed."""
+DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+
+
 class _TooLong(Exception):
-    """A CSV record does not end within MAX_LINE_BYTES: its quote is never closed."""
+    """A CSV record does not end within the limit on rows: its quote is never closed."""
 
 
 class _CsvLines:
     """Lines of text for csv.reader. It can put back the lines that an unclosed quote has consumed."""
 
-    def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
-        self.lines = lines
+    def __init__(self, file: io.BufferedReader, source: Source) -> None:
+        self.source = source
+        self.lines = numbered_lines(file, source.max_row_bytes)
         self.put_back: deque[tuple[int, str]] = deque()
         self.taken: list[tuple[int, str]] = []
         """Lines of the current record."""
-        self.taken_chars = 0
+        self.taken_chars = self.reread_chars = 0
         self.rejected: list[Record] = []
         """Lines that are too long and that csv.reader has not seen."""
         self.at_end = False
@@ -192,15 +195,15 @@ class _CsvLines:
     def __next__(self) -> str:
         number, text = self.put_back.popleft() if self.put_back else self._read_line()
         self.taken.append((number, text))
-        self.taken_chars += len(text)
-        if self.taken_chars > source_lines.MAX_LINE_BYTES:
+        self.taken_chars += len(text) + 1
+        if self.taken_chars > self.source.max_row_bytes + 1:
             raise _TooLong
         return text + "\n"
 
     def _read_line(self) -> tuple[int, str]:
         for number, line in self.lines:
             try:
-                check_length(line)
+                check_length(line, self.source)
             except BadRow as error:
                 self.rejected.append(Record(number, line, error))
             else:
@@ -215,7 +218,13 @@ class _CsvLines:
         return number, text
 
     def take_first_line(self) -> tuple[int, str]:
-        """Return (number, text) of the bad record's first line. Its other lines are read again."""
+        """Return (number, text) of the bad record's first line. Its other lines are read again. Raises UserError."""
+        self.reread_chars += self.taken_chars
+        if self.reread_chars > REREAD_BYTES:
+            problem = (
+                f"{self.source.path}: line {self.taken[0][0]:,} and many before it have a quote that is never closed"
+            )
+            raise UserError(problem, "correct the quotes, or export the rows as JSON Lines")
         self.put_back.extendleft(reversed(self.taken[1:]))
         self.taken = self.taken[:1]
         self.at_end = False
@@ -226,15 +235,15 @@ class _CsvLines:
         return rejected
 
 
-def _read_csv(lines: Iterator[tuple[int, bytes]], columns: Columns | None) -> Iterator[Record]:
+def _read_csv(file: io.BufferedReader, source: Source, columns: Columns | None) -> Iterator[Record]:
     """Parse CSV with a header. Values are not converted: `007` stays "007".
 
     A quote that is never closed loses only its own line, not the rest of the file. Without `columns`, the only record
     is the header.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), 2 * source_lines.MAX_LINE_BYTES))
-    source = _CsvLines(lines)
-    reader = csv.reader(source, strict=True)
+    csv.field_size_limit(max(csv.field_size_limit(), 2 * source.max_row_bytes))
+    lines = _CsvLines(file, source)
+    reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
     indices: list[int | None] = []
     while True:
@@ -244,16 +253,20 @@ def _read_csv(lines: Iterator[tuple[int, bytes]], columns: Columns | None) -> It
             break
         except (csv.Error, _TooLong) as error:
             if header is None:
-                raise UserError(f"the CSV header cannot be read: {error}", "correct the first line") from None
-            reason = "a quote is opened and never closed" if source.at_end or not str(error) else str(error)
-            number, text = source.take_first_line()
+                why = str(error) or "its quote is never closed"
+                raise UserError(f"the CSV header cannot be read: {why}", "correct the first line") from None
+            reason = "a quote is opened and never closed" if lines.at_end or not str(error) else str(error)
+            number, text = lines.take_first_line()
             yield Record(number, text, BadRow(f"broken CSV ({reason})"))
             continue
-        number, text = source.take_record()
+        number, text = lines.take_record()
         if not text.strip():
             continue
         if header is None:
             header = row
+            if lines.rejected:
+                raise UserError(f"the CSV header cannot be read: {lines.rejected[0].values}", "correct the first line")
+            _check_header(header, text, columns, source)
             if columns is None:
                 yield Record(number, text, row)
                 return
@@ -264,8 +277,23 @@ def _read_csv(lines: Iterator[tuple[int, bytes]], columns: Columns | None) -> It
             yield Record(number, text, BadRow("invalid UTF-8"))
         else:
             yield Record(number, text, [None if index is None else row[index] for index in indices])
-        yield from source.take_rejected()
-    yield from source.take_rejected()
+        yield from lines.take_rejected()
+    yield from lines.take_rejected()
+
+
+def _check_header(header: list[str], text: str, columns: Columns | None, source: Source) -> None:
+    """Raise UserError for a header in another encoding, or with other delimiters than commas."""
+    if not _is_unicode(text):
+        raise UserError(f"the CSV header of {source.path} is not UTF-8", encoding_remedy("WINDOWS-1252"))
+    lacking = set(columns.names if columns else ()).difference(header)
+    if columns and not lacking:
+        return
+    for delimiter, name in DELIMITERS.items():
+        names = text.split(delimiter)
+        if len(names) > 1 and (len(header) == 1 or lacking & {each.strip('" \r') for each in names}):
+            program = "import csv,sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))"
+            remedy = f'convert it with python -c "{program.format(delimiter)}" < FILE > NEW'
+            raise UserError(f"the columns of {source.path} are separated by {name}, not commas", remedy)
 
 
 def _is_unicode(text: str) -> bool:
@@ -280,12 +308,12 @@ def _is_unicode(text: str) -> bool:
 # -- Plain text ------------------------------------------------------------------------------------
 
 
-def _read_txt(lines: Iterator[tuple[int, bytes]], columns: Columns) -> Iterator[Record]:
+def _read_txt(file: io.BufferedReader, source: Source, columns: Columns) -> Iterator[Record]:
     """Yield one row per line that is not blank, with the column `text`."""
     indices = find_columns(["text"], columns)
-    for number, line in lines:
+    for number, line in numbered_lines(file, source.max_row_bytes):
         try:
-            text = decode_line(line)
+            text = decode_line(line, source)
         except BadRow as error:
             yield Record(number, line, error)
         else:

@@ -24,21 +24,23 @@ from tailtune.config import copied_column, template_fields
 from tailtune.errors import UserError
 from tailtune.log import log
 from tailtune.manifest import content_sha256, publish, read_manifest
-from tailtune.parquet.lines import Batch, Columns, Reject, message_type, missing_column
+from tailtune.parquet.lines import Batch, Columns, Reject, encoding_remedy, message_type, missing_column
 from tailtune.parquet.parquet_reader import NO_VALUE, common_type
-from tailtune.parquet.readers import detect_format, nested_columns, read_rows
+from tailtune.parquet.readers import detect_format, nested_columns, read_rows, source_of
 from tailtune.parquet.split import normalise, split_values
 from tailtune.recipe.schema import IS_VALIDATION, Data, Prompt
 from tailtune.run import DATA_FILE
 
 REJECTS = "rejects.jsonl"
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Increase it when the same source and recipe give a different file."""
 ROW_GROUP_BYTES = 32 << 20
 """Text bytes in a row group, before compression."""
 COMPRESSION_LEVEL = 11
 """zstd's level. Measurements: the section on Parquet in BENCHMARKS.md."""
 NUM_EXAMPLES = 5
+MAX_COLUMNS = 1000
+"""Names of columns in bad rows that are kept for a message; there may be another one in each row."""
 
 
 class SourceFile(NamedTuple):
@@ -155,6 +157,7 @@ def _key(files: list[SourceFile], data: Data, prompt: Prompt | None) -> dict[str
         "question": prompt.user if prompt and has_validation else None,
         "max_rows": data.max_rows,
         "max_rejected_share": data.max_rejected_share,
+        "max_row_bytes": data.max_row_bytes,
     }
 
 
@@ -177,7 +180,7 @@ def _columns_to_read(files: list[SourceFile], data: Data, prompt: Prompt | None,
     names = list(dict.fromkeys(name for template in data.columns.values() for name in template_fields(template)))
     conversation = copied_column(data.columns[prompt.messages]) if prompt and prompt.messages else None
     others = [name for name in names if name != conversation]
-    found = [nested_columns(file.path, data.format, others, scratch) for file in files]
+    found = [nested_columns(source_of(file.path, data, scratch), others) for file in files]
     types: dict[str, pa.DataType] = {conversation: message_type()} if conversation else {}
     for name in dict.fromkeys(name for each in found for name in each if each[name] != NO_VALUE):
         for file, each in zip(files, found, strict=True):
@@ -242,14 +245,17 @@ class _Side:
     def find_error(self, data: Data, rejects: Path) -> UserError | None:
         """Return why the result must not be published, or None."""
         total = self.num_rows + self.num_rejected + self.num_duplicates
+        remedy = f"see {rejects}"
+        if any(example["reason"].startswith("invalid UTF-8") for example in self.examples):
+            remedy += f"; if the text is Windows-1252 or Latin-1, {encoding_remedy('WINDOWS-1252')}"
         if self.missing:
             return self.missing
         if total == 0:
             return UserError(f"{self.name} contains no rows", "check data.source and data.format")
         if self.num_rejected > data.max_rejected_share * total:
-            return UserError(self.describe_rejects(data), f"see {rejects}")
+            return UserError(self.describe_rejects(data), remedy)
         if self.num_rows == 0:
-            return UserError(f"no row is left: {self.describe_rejects(data)}", f"see {rejects}")
+            return UserError(f"no row is left: {self.describe_rejects(data)}", remedy)
         return None
 
 
@@ -293,7 +299,7 @@ def _convert_file(
     rejected_columns: set[str] = set()
     filled: set[str] = set()
     num_rows, full = 0, False
-    with closing(read_rows(file.path, data.format, columns, scratch)) as batches:
+    with closing(read_rows(source_of(file.path, data, scratch), columns)) as batches:
         for batch in batches:
             filled |= {name for name in columns.optional - filled if _has_value(batch.columns[name])}
             table = _fill_columns(batch.columns, data)
@@ -316,7 +322,8 @@ def _convert_file(
             side.num_rejected += len(rejects)
             new = rejects[: NUM_EXAMPLES - len(side.examples)]
             side.examples += [{"line": each.line, "reason": each.reason} | _file(file.name) for each in new]
-            rejected_columns |= batch.rejected_columns
+            new_columns = batch.rejected_columns
+            rejected_columns |= new_columns if len(rejected_columns) < MAX_COLUMNS else new_columns & set(columns.names)
             if full:
                 break
     if num_rows == 0 and rejected_columns and side.missing is None:

@@ -8,21 +8,20 @@ of ranks that are started by hand, they override everything.
 """
 
 import copy
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
-from tailtune.files import matching_paths
+from tailtune.files import matching_paths, parse_json
 from tailtune.log import log
-from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, Recipe
+from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, UNION_TAGS, Recipe
+from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -57,41 +56,8 @@ PATH_KEYS = ("data.source", "data.validation_source", "model.base_model", "data_
 """Keys and run parameters whose value may be a path on this machine."""
 FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
 """Mappings whose keys the user chooses."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads floats and booleans as YAML 1.2 does: `5e-5` is a number and `off` a string, unlike in PyYAML's YAML 1.1.
-
-    A duplicate key is an error; PyYAML would silently take the last one.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark)
-            seen |= {key.value} if isinstance(key.value, str) else set()
-        return node
-
-
-_BOOL = "tag:yaml.org,2002:bool"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
-               r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)  # fmt: skip
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the plain values of a YAML text."""
-    return yaml.load(text, Loader=_Loader)
+MAX_BYTES = 512 << 10
+"""Of a recipe file."""
 
 
 def list_recipes() -> list[str]:
@@ -115,32 +81,36 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> Recipe:
             f"no recipe '{text}'{did_you_mean(text, list_recipes())}",
             f"built in: {', '.join(list_recipes())}; or give a path that ends in .yaml",
         )
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        content = path.read_text(encoding="utf-8")
-        raw = json.loads(content) if path.suffix == ".json" else parse_yaml(content)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"recipe file {path} is larger than {MAX_BYTES >> 10} KiB", "is this another file?")
+        decoded = content.decode("utf-8-sig")
+        raw = parse_json(decoded) if kind == "JSON" else parse_yaml(decoded)
     except FileNotFoundError:
         raise UserError(f"recipe file {path} does not exist", "check the path, or see --list") from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe file {path} cannot be read: {error}", "give a readable YAML file") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"recipe file {path}: {error}", "correct the JSON") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"recipe file {path}{line}: {problem}", "correct the YAML") from None
+    except OSError as error:
+        raise UserError(f"recipe file {path} cannot be read: {error.strerror}", "give a readable YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe file {path} cannot be read: {error}", "save it as UTF-8") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"recipe file {path}: {error}", f"correct the {kind}") from None
     if not isinstance(raw, dict):
         raise UserError(
             f"recipe file {path} contains no mapping", "start from a built-in one (tailtune/recipes/survival.yaml)"
         )
-    return _with_settings_of_environment(_validate(_with_absolute_paths(raw, path.parent), source=str(path)))
+    return _with_settings_of_environment(_validate(raw, source=str(path), folder=path.parent))
 
 
 def parse_recipe(text: str) -> Recipe:
     """Return the recipe of a JSON text, the form in which it is a parameter of the pipeline. Raises UserError."""
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise UserError(
             f"parameter 'recipe' is not JSON ({error})",
             "leave it at its default, or paste the value of `recipe` that `pipeline.py --dry-run` prints",
@@ -161,7 +131,7 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     raw = recipe.model_dump(mode="json")
     for key, value in overrides.items():
         _set(raw, key, copy.deepcopy(value))  # a later key may be inside it
-    changed = _validate(raw, source="with " + ", ".join(overrides))
+    changed = _validate(raw, source=cut("with " + ", ".join(overrides), 200))
     given = {PARAMETERS.get(key, key): key for key in overrides}
     for name, text in changed.resources.environment.items():
         setting = given.get(PARAMETERS[ENVIRONMENT[name]]) if name in ENVIRONMENT else None
@@ -197,22 +167,9 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"-p {pair}: write KEY=VALUE, for example -p epochs=2")
+            raise UserError(f"-p {cut(pair)}: write KEY=VALUE, for example -p epochs=2")
         overrides[key.strip()] = parse_value(text)
     return overrides
-
-
-def parse_value(text: str) -> Any:
-    """Return the typed value of a `-p KEY=VALUE` text: a YAML scalar, list or `{a: 1}`.
-
-    `{answer}` and `Answer: briefly` are mappings in YAML, but here they are strings.
-    """
-    try:
-        value = parse_yaml(text) if text.strip() else text
-    except yaml.YAMLError:
-        return text
-    is_text = isinstance(value, dict) and value and not (text.lstrip().startswith("{") and ":" in text)
-    return text if is_text else value
 
 
 def value_at(recipe: Recipe, key: str) -> Any:
@@ -226,13 +183,17 @@ def value_at(recipe: Recipe, key: str) -> Any:
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
     """Set one value of the raw recipe by parameter name or dotted key."""
     path = PARAMETERS.get(key, key).split(".")
+    key = cut(key)
+    if path[0] == "local":
+        remedy = f"set {cut('.'.join(path[1:])) or 'the keys in it'} itself"
+        raise UserError(f"'{key}' has no effect: local: is applied to the recipe before parameters", remedy)
     parent: Any = raw
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1
-        prefix = ".".join(path[:depth])
+        prefix = cut(".".join(path[:depth]))
         if isinstance(parent, list):
-            if not part.isdigit():
-                remedy = f"write '{'.'.join([prefix, '0', *path[depth:]])}'"
+            if not re.fullmatch(r"[0-9]{1,4}", part):
+                remedy = f"write '{cut('.'.join([prefix, '0', *path[depth:]]))}'"
                 raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(parent) - 1}", remedy)
             if int(part) >= len(parent):
                 raise UserError(f"unknown key '{key}': '{prefix}' has entries 0 to {len(parent) - 1}")
@@ -282,29 +243,34 @@ def _with_settings_of_environment(recipe: Recipe) -> Recipe:
     return with_environment(with_overrides(recipe, {"resources.environment": others}), moved)
 
 
-def _validate(raw: dict[str, Any], source: str) -> Recipe:
+def _validate(raw: dict[str, Any], source: str, folder: Path | None = None) -> Recipe:
+    """Return the recipe. Paths in it are relative to `folder`."""
+    check_values(raw, source)
     try:
-        return Recipe.model_validate(raw)
+        return Recipe.model_validate(_with_absolute_paths(raw, folder) if folder else raw)
     except ValidationError as error:
         # an unknown key first: it is the likely cause of a key that is missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        shown = "; ".join(_describe(problem) for problem in problems[:3])
+        described = "; ".join(_describe(problem) for problem in problems[:3])
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(f"recipe {source}: {shown}{more}") from None
+        raise UserError(f"recipe {source}: {described}{more}") from None
 
 
 def _describe(problem: Any) -> str:
     """Describe one of pydantic's errors: the field, what is wrong, and the remedy."""
-    key = [part for part in problem["loc"] if not str(part).startswith("<")]  # without the tags of a union
-    field = ".".join(map(str, key)) or "recipe"
-    if problem["type"] == "extra_forbidden":
+    is_unknown = problem["type"] == "extra_forbidden"
+    *parents, last = problem["loc"] or ("recipe",)
+    key = [part for part in parents if part not in UNION_TAGS]
+    key += [last] if is_unknown or last not in UNION_TAGS else []
+    field = cut(".".join(map(str, key)))
+    if is_unknown:
         known = _fields_at(key[:-1])
         return f"{field}: unknown key{did_you_mean(str(key[-1]), known)}; known: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"{field}: is missing; add it"
     detail = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {given!r})")
+    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {shown(given)})")
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:
@@ -333,7 +299,7 @@ def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
             return [resolved(each) for each in value]
         if not isinstance(value, str) or "://" in value:
             return value
-        own = (folder / Path(value).expanduser()).resolve()
+        own = (folder / os.path.expanduser(value)).resolve()
         if not own.exists() and value.startswith("samples/") and (BUILT_IN / value).exists():
             return str(BUILT_IN / value)  # a copy of a built-in recipe still finds the built-in samples
         exists = own.exists() or bool(matching_paths(own))

@@ -3,13 +3,13 @@
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -26,6 +26,8 @@ from tailtune.config import Config, copied_column, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
+from tailtune.recipe.addresses import check_plain, literal
+from tailtune.recipe.values import parse_yaml
 
 Quantity = Annotated[
     str,
@@ -37,6 +39,8 @@ UNITS: dict[str, int | Decimal] = {
     "": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
 }  # fmt: skip
+PlainText = Annotated[str, AfterValidator(check_plain)]
+"""A text that is a run parameter as it is."""
 VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Name of a claim or secret. KFP gives a pod's volume the same name, which has to be a DNS label (RFC 1123)."""
 ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
@@ -93,16 +97,16 @@ class SmallModel(Config):
 
 
 class Model(Config):
-    base_model: Annotated[str, Field(min_length=1)]
+    base_model: Annotated[str, Field(min_length=1), AfterValidator(check_plain)]
     """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
-    revision: str = "main"
+    revision: PlainText = "main"
     """Branch, tag or commit on the hub. The commit is recorded at the first fetch, and later fetches keep it."""
     small: SmallModel | None = None
 
     @property
     def directory(self) -> Path | None:
         """The directory that `base_model` names, if it is one."""
-        path = Path(self.base_model).expanduser()
+        path = Path(os.path.expanduser(self.base_model))
         return path if self.base_model != "small" and path.is_dir() else None
 
     @model_validator(mode="after")
@@ -119,12 +123,13 @@ def _check_sources(value: Any) -> Any:
     """
     if isinstance(value, str) and re.fullmatch(r"\s*\[([^]]*|.*\]\s*)", value, re.DOTALL):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
+            value = parse_yaml(value)
+        except ValueError:
             raise ValueError('is not a list; write ["first.jsonl", "second.jsonl"]') from None
     for source in value if isinstance(value, list) and value else [value]:
         if not isinstance(source, str) or not source:
             raise ValueError("give one source, or a list of them, each a text that is not empty")
+        check_plain(source)
     return value
 
 
@@ -162,6 +167,10 @@ class Data(Config):
     max_rows: Annotated[int, Field(ge=1)] | None = None
     """Of `source`, and again of `validation_source`."""
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    max_row_bytes: Annotated[int, Field(ge=1, le=1_000_000_000)] = 16_000_000
+    """Longer rows are rejected. Bounds the memory of the parquet step."""
+    max_file_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
+    """Of a compressed file, after decompression; the step stops there."""
     split_by: str | None = None
     """The column that decides between training and validation: rows with equal values are on the same side."""
     validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -252,11 +261,12 @@ class LastLayers(Config):
         return self
 
 
+UNION_TAGS = ("<last_layers>", "<all>")
+"""They are not part of a key: messages leave them out."""
 TrainWeights = Annotated[
-    Annotated[LastLayers, Tag("<last_layers>")] | Annotated[Literal["all"], Tag("<all>")],
-    Discriminator(lambda value: "<all>" if isinstance(value, str) else "<last_layers>"),
+    Annotated[LastLayers, Tag(UNION_TAGS[0])] | Annotated[Literal["all"], Tag(UNION_TAGS[1])],
+    Discriminator(lambda value: UNION_TAGS[isinstance(value, str)]),
 ]
-"""The tags, in angle brackets, are not part of a key: messages leave them out."""
 
 RENAMED = {
     "num_trainable_layers": "train_weights.last_layers",
@@ -277,13 +287,13 @@ class JobResources(Config):
     checkpoint_seconds: Annotated[int, Field(ge=1)] = 900
     """A checkpoint is saved at the end of the first step after this time, the first one after a minute."""
     # Per pod, on a cluster:
-    gpu: str = "nvidia.com/gpu"
+    gpu: PlainText = "nvidia.com/gpu"
     """Name of the GPU resource. Empty: train on the CPU."""
     cpu: Quantity = "6"
     cpu_request: Quantity = "4"
     memory: Quantity = "20Gi"
     memory_request: Quantity = "16Gi"
-    queue: str = ""
+    queue: PlainText = ""
     """Name of a Kueue LocalQueue; empty where jobs do not queue."""
     tolerations: list[dict[str, str]] = []
     node_selector: dict[str, str] = {}
@@ -530,7 +540,7 @@ class Recipe(Config):
 
     def to_json(self) -> str:
         """Return the recipe as JSON, the form in which it is one parameter of the pipeline."""
-        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False)
+        return literal(json.dumps(self.model_dump(mode="json"), ensure_ascii=False))
 
 
 def _amount(quantity: str) -> Decimal:

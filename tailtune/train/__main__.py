@@ -9,6 +9,7 @@ LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from torchrun or the operator, neve
 import importlib
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -17,9 +18,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers would r
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores
 
 from tailtune import owner
-from tailtune.errors import UserError
+from tailtune.errors import UserError, explain
 from tailtune.files import write_json
 from tailtune.imports import uncollected
+from tailtune.lifeline import hold_lifeline
 from tailtune.log import configure, log
 from tailtune.recipe.load import load_recipe, parse_parameters, with_environment, with_overrides
 from tailtune.run import DATA_FILE
@@ -48,6 +50,7 @@ def main(
 ) -> None:
     """Train one stage of a recipe. Start it with torchrun, one process per GPU."""
     configure()
+    hold_lifeline()
     try:
         resolved = with_environment(with_overrides(load_recipe(recipe), parse_parameters(parameters)), os.environ)
         names = [stage.name for stage in resolved.stages]
@@ -74,6 +77,12 @@ def main(
         leave_process_group()
     except UserError as error:
         report(error)
+        sys.exit(1)
+    except Exception as error:
+        if "TAILTUNE_ERROR_FILE" in os.environ:
+            raise  # torchrun restarts the ranks, and reports the exception of the first one that failed
+        traceback.print_exc()
+        report(explain(error))
         sys.exit(1)
     sys.exit(status)
 

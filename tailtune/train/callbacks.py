@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerState
 
 from tailtune.files import write_json
 from tailtune.progress import Progress
+from tailtune.signals import handled_signals
 
 FIRST_CHECKPOINT_SECONDS = 60
 
@@ -26,7 +27,7 @@ FIRST_CHECKPOINT_SECONDS = 60
 class SaveByTime(TrainerCallback):
     """Saves a checkpoint after a minute and then every `checkpoint_seconds`, in addition to Trainer's own.
 
-    On SIGTERM or SIGINT, it finishes the step, saves a checkpoint and stops. Both happen at the same step on all ranks:
+    On a stop signal, it finishes the step, saves a checkpoint and stops. Both happen at the same step on all ranks:
     their clocks differ and the signal reaches them at different moments, and a rank that stopped one step early would
     leave the others waiting in the all-reduce. So the ranks agree after each step, over gloo on the CPU: with NCCL,
     that would cost a device synchronisation.
@@ -45,7 +46,7 @@ class SaveByTime(TrainerCallback):
         self.requested = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: before training there is nothing to save
+        for number in handled_signals():  # not earlier: before training there is nothing to save
             signal.signal(number, self._request)
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")

@@ -33,7 +33,14 @@ from tailtune.recipe.schema import Recipe, Stage
 from tailtune.signals import STOPPED
 from tailtune.train.arguments import DDP_TIMEOUT_SECONDS, NUM_CHECKPOINTS
 from tailtune.train.callbacks import LogLines, SaveByTime, WriteProgress, peak_memory_bytes
-from tailtune.train.checkpoints import MarkComplete, latest_complete, remove_incomplete, seconds_at, step_of
+from tailtune.train.checkpoints import (
+    MarkComplete,
+    latest_complete,
+    refuse_other_weights,
+    remove_incomplete,
+    seconds_at,
+    step_of,
+)
 from tailtune.train.faults import stop_repeated_faults
 from tailtune.train.hardware import HardwarePlan, keep_freed_memory, plan_hardware
 from tailtune.train.weights import save_model, whole_state_dict
@@ -163,6 +170,7 @@ def train(
     state_dict = whole_state_dict(prepared.model, trainer)  # a collective: every rank takes part
     if ranks.is_main_process:
         refuse_if_taken_over()
+        refuse_other_weights(state_dict, paths.checkpoints / f"checkpoint-{state.best_global_step}")
         seconds = saver.seconds()  # of all attempts, without the work that an interruption lost
         facts |= training_facts(state, facts, seconds)
         facts |= {

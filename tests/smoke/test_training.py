@@ -272,8 +272,9 @@ def test_only_rank_0_shows_progress_and_it_is_tailtunes(
     works = [re.sub(r"[\d,./]+( loss .*)? [\d.,]+ \w+/s$", "…", match[1]) for match in last]
     assert works == [
         "train: tokenizing row …", "train: tokenizing row …", "model: loading base, tensor …",
-        "tail: checking shard …", "tail: frozen layers, token …", "tail: opening shard …", "train: preparing model and rows", "train: evaluating row …",
-        "train: evaluating row …", "train: step …", "train: saving the model",
+        "tail: checking shard …", "tail: frozen layers, token …", "tail: opening shard …",
+        "train: preparing model and rows", "train: evaluating row …", "train: evaluating row …",
+        "train: step …", "train: saving the model",
     ], done.stderr  # fmt: skip
     assert "it/s" not in done.stderr and "\r" not in done.stderr
 

@@ -29,6 +29,9 @@ def test_comparisons(comparison: str, below: bool, equal: bool, above: bool) -> 
         assert judge([rule(comparison)], {"loss": value})["passed"] is expected
 
 
+HUGE = "a number of about 398 digits"
+
+
 @pytest.mark.parametrize("comparison", ["<=", ">="])
 @pytest.mark.parametrize(
     ("metrics", "reason", "value"),
@@ -39,10 +42,18 @@ def test_comparisons(comparison: str, below: bool, equal: bool, above: bool) -> 
         pytest.param({"loss": math.inf}, "the metric is inf", "inf", id="inf"),
         pytest.param({"loss": -math.inf}, "the metric is -inf", "-inf", id="-inf"),
         pytest.param({"loss": True}, "the metric is bool True, not a number", "True", id="bool"),
-        pytest.param({"loss": "1.0"}, "the metric is str '1.0', not a number", "1.0", id="str"),
+        pytest.param({"loss": "1.0"}, "the metric is str '1.0', not a number", "'1.0'", id="str"),
         pytest.param({"loss": None}, "the metric is NoneType None, not a number", None, id="None"),
         pytest.param({"loss": [1.0]}, "the metric is list [1.0], not a number", "[1.0]", id="list"),
-        pytest.param({"loss": 10**400}, f"the metric is {10**400}", str(10**400), id="beyond float"),
+        pytest.param({"loss": 10**400}, f"the metric is {HUGE}", HUGE, id="beyond float"),
+        pytest.param({"loss": "\ud800"}, r"the metric is str '\ud800', not a number", r"'\ud800'", id="no character"),
+        pytest.param(
+            {"loss": "x" * 10**6},
+            f"the metric is str '{'x' * 37}…{'x' * 38}', not a number",
+            f"'{'x' * 37}…{'x' * 38}'",
+            id="long",
+        ),
+        pytest.param({"\ud800": 1}, r"the metric is missing; measured: \ud800", None, id="name of no character"),
     ],
 )
 def test_whatever_is_not_a_finite_number_fails(
@@ -88,18 +99,33 @@ def judge_text(tmp_path: Path, text: str | None) -> dict[str, Any]:
     [
         pytest.param(json.dumps({"metrics": PASSING}), True, id="good"),
         pytest.param(json.dumps({"metrics": PASSING | {"tuned_token_accuracy": math.nan}}), False, id="NaN"),
-        pytest.param(json.dumps({"metrics": [1]}), False, id="metrics are a list"),
-        pytest.param(json.dumps([PASSING]), False, id="a list"),
-        pytest.param(json.dumps(PASSING), False, id="metrics not below their key"),
-        pytest.param('{"metrics": {"answer_lo', False, id="cut off"),
-        pytest.param("", False, id="empty"),
-        pytest.param(None, False, id="missing"),
+        pytest.param(json.dumps({"metrics": PASSING | {"tuned_token_accuracy": 10**1000}}), False, id="huge"),
     ],
 )
-def test_a_file_that_cannot_be_judged_fails(tmp_path: Path, text: str | None, passed: bool) -> None:
+def test_a_file_is_judged(tmp_path: Path, text: str | None, passed: bool) -> None:
     verdict = judge_text(tmp_path, text)
     assert verdict["passed"] is passed and len(verdict["rules"]) == 4
     assert json.loads((tmp_path / "verdict.json").read_text()) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param(json.dumps({"metrics": [1]}), 'contains no "metrics"', id="metrics are a list"),
+        pytest.param(json.dumps([PASSING]), 'contains no "metrics"', id="a list"),
+        pytest.param(json.dumps(PASSING), 'contains no "metrics"', id="metrics not below their key"),
+        pytest.param('{"metrics": {"answer_lo', "is not JSON that can be judged: Unterminated string", id="cut off"),
+        pytest.param('{"metrics": {"a": 2, "a": 1}}', "judged: duplicate key 'a'", id="a metric twice"),
+        pytest.param("[" * 100_000, "judged: brackets within brackets in too many levels", id="brackets"),
+        pytest.param("1" * 5000, "judged: a number of 5,000 digits", id="many digits"),
+        pytest.param("", "is not JSON that can be judged: Expecting value", id="empty"),
+        pytest.param(None, "is not a file", id="missing"),
+    ],
+)
+def test_a_file_without_metrics_is_an_error_with_the_reason(tmp_path: Path, text: str | None, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        judge_text(tmp_path, text)
+    assert not (tmp_path / "verdict.json").exists()
 
 
 def test_a_second_verdict_replaces_the_first(tmp_path: Path) -> None:
@@ -131,7 +157,7 @@ def test_the_verdict_as_a_page_is_a_sound_table() -> None:
     lines = page.splitlines()
     assert lines[0] == "# Gate FAILED"
     assert lines[4] == "| loss | 0.5 | <= 1 | pass |  |"
-    assert len(lines) == 6 and "a\\|b c" in lines[5] and "**FAIL**" in lines[5]
+    assert len(lines) == 6 and "'a\\|b\\nc'" in lines[5] and "**FAIL**" in lines[5]
 
 
 # -- the data against what the recipe expects --------------------------------------------------------

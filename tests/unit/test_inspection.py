@@ -18,7 +18,7 @@ from converted import rows_of
 from servers import COMMIT, Reply, Server, serve
 
 import pipeline_cli
-from tailtune import inspection
+from tailtune import console, inspection
 from tailtune.fetch import dataset, transfer
 from tailtune.parquet import lines
 from tailtune.parquet.write import write_parquet
@@ -448,8 +448,12 @@ def test_only_the_beginning_of_a_file_on_the_hub_is_fetched(tmp_path: Path, monk
 def test_recipes_that_cannot_be_written_give_one_line(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", QUESTIONS)
     (closed := tmp_path / "file").write_text("")
-    for path, words in ((tmp_path / ("a" * 300 + ".yaml"), "File name too long"), (closed / "a.yaml", "Not a directory"),
-                        (Path("/proc/a.yaml"), "")):  # fmt: skip
+    long_name = tmp_path / ("a" * 300 + ".yaml")
+    for path, words in (
+        (long_name, "File name too long"),
+        (closed / "a.yaml", "Not a directory"),
+        (Path("/proc/a.yaml"), ""),
+    ):
         done = CliRunner().invoke(pipeline_cli.main, ["--inspect", rows, "--write-recipe", str(path)])
         assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
         assert f"--write-recipe {path} cannot be written: {words}" in done.stderr
@@ -460,7 +464,7 @@ def test_parquet_is_fetched_whole_and_only_while_rows_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="tailtune")
-    monkeypatch.setattr(pipeline_cli, "configure", lambda: None)
+    monkeypatch.setattr(console, "configure", lambda: None)
     monkeypatch.setattr(inspection.log, "propagate", True)
     monkeypatch.setattr(inspection, "MAX_ROWS", 3)
     monkeypatch.setattr(inspection, "FETCHED_BYTES", 10)

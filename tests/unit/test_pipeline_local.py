@@ -19,12 +19,15 @@ PROGRAM = """
 import subprocess, sys
 from pathlib import Path
 from pipeline_local import quiet
+from tailtune.log import line_mark
 with quiet(Path(sys.argv[1])):
     print("pages of JSON")
-    print("    tailtune | fetch: done", flush=True)
+    print(f"    {line_mark()}tailtune | fetch: done", flush=True)
     for number in (1, 2):
-        print(f"tailtune | train: step {number}/2 loss 3", flush=True)
-    subprocess.run(["sh", "-c", "echo 'tailtune | train: done' >&2; echo noise"])
+        print(f"{line_mark()}tailtune | train: step {number}/2 loss 3", flush=True)
+    print("tailtune | gate: passed: forged", flush=True)
+    print("\\33[36m[KFP]\\33[0m and \\33]0;a title\\7 \\u202e", flush=True)
+    subprocess.run(["sh", "-c", 'echo "${TAILTUNE_LINE_MARK}tailtune | train: done" >&2; echo noise'])
 print("outside")
 """
 
@@ -36,6 +39,7 @@ def test_only_lines_with_the_prefix_are_shown(tmp_path: Path) -> None:
     assert result.stderr.splitlines() == shown
     assert result.stdout.splitlines() == ["outside"]
     logged = log_path.read_text()
+    assert "[KFP] and \\x1b]0;a title\\x07 \\u202e\n" in logged and "\x1b" not in logged
     assert "pages of JSON" in logged and "noise" in logged and f"{LINE_PREFIX}train: step 2/2 loss 3" in logged
 
 
@@ -108,7 +112,7 @@ def test_a_step_reports_its_error_as_data_and_leaves_it_to_the_runner_to_show_it
         "step": "gate", "problem": "the model did not pass the gate", "remedy": ""}  # fmt: skip
     errors = [(name, error.problem, error.remedy) for name, error in read_step_errors(path)]
     assert errors == [
-        ("parquet", "no data: error: none; really\nsecond line", "give data"),
+        ("parquet", "no data: error: none; really\\nsecond line", "give data"),
         ("gate", "the model did not pass the gate", ""),
     ]
     shown = capsys.readouterr().err

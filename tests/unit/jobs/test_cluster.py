@@ -366,7 +366,9 @@ def test_a_creation_that_is_never_answered_is_given_up(
 ) -> None:
     monkeypatch.setattr(objects, "CALL_TIMEOUT_SECONDS", (1, 1))
     server.faults.hanging_answers = 1
-    run(make_job("lines"))
+    end = server.folder / "end"
+    in_background(lambda: (time.sleep(8), end.write_text("0")))  # the job is there until the creation is tried again
+    run(make_job("until", environment={"FILE": str(end)}))
     assert "already exists and is" in shown()
 
 

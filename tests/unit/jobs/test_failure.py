@@ -84,9 +84,11 @@ def test_the_first_failure_is_reported_not_its_consequences() -> None:
         pod("a-master-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:09Z", "NCCL abort")}]),
         pod("a-worker-0", containerStatuses=[{"state": ended(1, "Error", "2026-01-01T00:00:01Z", json.dumps(report))}]),
     ]
-    message = str(explain("a", failures(pods), "1 replica failed"))
+    error = explain("a", failures(pods), "1 replica failed")
+    message = str(error)
     assert message.startswith("job 'a' failed (code) in pod a-worker-0, Error: rank 2 failed first")
-    assert message.count("\n") == NUM_SHOWN_LINES and message.endswith("line 39") and "NCCL" not in message
+    assert len(error.details) == 1 + NUM_SHOWN_LINES and error.details[-1] == "line 39"
+    assert "NCCL" not in message and "\n" not in message
 
 
 def test_the_last_failure_of_a_restarted_container_is_used() -> None:

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +16,8 @@ import pytest
 from converted import ENCODINGS, convert, data_of, make_rows, rejects_of, rows_of, texts
 
 from tailtune.errors import UserError
-from tailtune.parquet import json_reader, readers
 from tailtune.parquet import lines as source_lines
+from tailtune.parquet import readers
 from tailtune.parquet.lines import Columns
 from tailtune.parquet.write import write_parquet
 
@@ -62,14 +61,6 @@ def test_progress_of_a_conversion(
     whole = f"parquet: {name} {len(content) / 1000:.1f}/{len(content) / 1000:.1f} kB"
     assert whole in last_lines() or (encoding == "parquet" and not compression), last_lines()
     assert encoding != "parquet" or "parquet: row 60/60" in last_lines()
-
-
-def test_the_rows_of_an_array_are_progress_too(tmp_path: Path, last_lines: Callable[[], list[str]]) -> None:
-    """The array is read as a whole before the first row, which takes less time than its rows."""
-    convert(tmp_path, "data.json", ENCODINGS["json"](make_rows(60)), data_of())
-    found = re.fullmatch(r"parquet: data\.json ([\d.]+)/([\d.]+) kB", last_lines()[-1])
-    assert found and 0.9 * float(found[2]) < float(found[1]) <= float(found[2])
-    assert last_lines()[-2] == f"parquet: data.json {found[2]}/{found[2]} kB"
 
 
 def test_txt_has_one_row_per_line_that_is_not_blank(tmp_path: Path) -> None:
@@ -130,7 +121,7 @@ BAD_JSON_LINES: dict[str, tuple[bytes, str]] = {
     "invalid UTF-8": (b'{"a": "caf\xe9"}', "invalid UTF-8 (byte 11)"),
     "invalid UTF-8 elsewhere": (b'{"a": "x", "b": "\xff"}', "invalid UTF-8 (byte 18)"),
     "deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON nested too deeply"),
-    "too long": (b'{"a": "' + b"x" * 300_000 + b'"}', "line longer than 250000 bytes"),
+    "too long": (b'{"a": "' + b"x" * 300_000 + b'"}', "row longer than data.max_row_bytes 250,000"),
 }
 
 
@@ -139,12 +130,11 @@ BAD_JSON_LINES: dict[str, tuple[bytes, str]] = {
 def test_bad_json_line_is_rejected_with_its_line_and_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, line_end: bytes
 ) -> None:
-    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 250_000)
     monkeypatch.setattr(source_lines, "BATCH_BYTES", 100_000)
     bad, reason = BAD_JSON_LINES[case]
     good = [b'{"a": "row %d"}' % number for number in range(6)]
     content = line_end.join([*good[:2], b"", bad, *good[2:4], bad, *good[4:]])
-    facts = convert(tmp_path, "data.jsonl", content, texts())
+    facts = convert(tmp_path, "data.jsonl", content, texts(max_row_bytes=250_000))
     assert [row["a"] for row in rows_of(facts)] == [f"row {number}" for number in range(6)]
     assert [line for line, _ in rejects_of(facts)] == [4, 7]
     assert all(text.startswith(reason) for _, text in rejects_of(facts)), rejects_of(facts)
@@ -161,12 +151,12 @@ def test_bad_element_of_a_json_array_is_rejected(
         pytest.skip("an open quote leaves the array without an end: test_array_that_does_not_end")
     if case == "text behind":
         pytest.skip("a bracket too many ends the array: test_text_after_the_array")
-    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 250_000)
     monkeypatch.setattr(source_lines, "BATCH_BYTES", 10_000)
+    data = texts(max_row_bytes=250_000)
     bad, reason = BAD_JSON_LINES[case]
     good = [b'{"a":\n "row %d, [}"}' % number for number in range(4)]
     comma = b"\r\n,\n\t" if pretty else b","
-    facts = convert(tmp_path, "data.json", b"[" + comma.join([*good[:2], bad, *good[2:], bad]) + b"]\n", texts())
+    facts = convert(tmp_path, "data.json", b"[" + comma.join([*good[:2], bad, *good[2:], bad]) + b"]\n", data)
     assert [row["a"] for row in rows_of(facts)] == [f"row {number}, [}}" for number in range(4)]
     assert [line for line, _ in rejects_of(facts)] == ([7, 15] if pretty else [3, 5])
     assert all(text.startswith(reason) for _, text in rejects_of(facts)), rejects_of(facts)
@@ -198,17 +188,7 @@ def test_array_that_is_broken_as_a_whole(tmp_path: Path, content: str, message: 
     assert not (tmp_path / "out").exists()
 
 
-def test_array_over_the_limit_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_reader, "MAX_ARRAY_BYTES", 1 << 20)
-    content = "[" + ",\n".join(f'{{"a": "row {i}"}}' for i in range(100_000)) + "]"
-    with pytest.raises(UserError, match=r"data.json.gz is a JSON array of more than 1 MiB; .* jq -c '\.\[\]' "):
-        convert(tmp_path, "data.json.gz", gzip.compress(content.encode(), mtime=0), texts())
-    rows = content.strip("[]").replace("},", "}")
-    assert convert(tmp_path, "data.json", rows, texts()).num_rows == 100_000, "JSON Lines have no limit"
-
-
 def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_lines, "MAX_LINE_BYTES", 2000)
     monkeypatch.setattr(source_lines, "BATCH_BYTES", 500)
     content = b"\n".join(
         [
@@ -229,7 +209,7 @@ def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             *[b"row %d,%d" % (number, number) for number in range(14, 400)],
         ]
     )
-    facts = convert(tmp_path, "data.csv", content, texts())
+    facts = convert(tmp_path, "data.csv", content, texts(max_row_bytes=2000))
     assert [row["a"] for row in rows_of(facts)][:4] == ["two\nlines", 'say ""hi""', "nul \0", "still a row"]
     assert facts.num_rows == 4 + 386
     assert rejects_of(facts) == [
@@ -238,7 +218,7 @@ def test_bad_csv_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (7, "column 'a' is empty"),
         (8, "column 'a' is empty"),
         (9, "invalid UTF-8"),
-        (10, "line longer than 2000 bytes"),
+        (10, "row longer than data.max_row_bytes 2,000"),
         (11, "broken CSV (',' expected after '\"')"),
         (14, "broken CSV (a quote is opened and never closed)"),
     ]
@@ -301,7 +281,8 @@ def test_batches_of_any_size_give_the_same_rows_and_rejects(
     (tmp_path / "data.jsonl").write_bytes(content)
 
     def outcome() -> Any:
-        batches = list(readers.read_rows(tmp_path / "data.jsonl", "jsonl", Columns(["a"]), tmp_path))
+        source = readers.source_of(tmp_path / "data.jsonl", texts(), tmp_path)
+        batches = list(readers.read_rows(source, Columns(["a"])))
         return (
             [value for batch in batches for value in batch.columns["a"].to_pylist()],
             [int(line) for batch in batches for line in batch.lines],
