@@ -16,6 +16,7 @@ from tailtune.recipe.load import load_recipe, parse_parameters, with_overrides
 from tailtune.recipe.schema import Recipe
 from tailtune.retention import refuse_removed
 from tailtune.run import DATA_FILE, Run, any_run
+from tailtune.train.arguments import truncation
 
 DIRECTORY = click.Path(path_type=Path)
 parameter_option = click.option(
@@ -58,7 +59,8 @@ def ask(question: str, which: str, run_dir: Path | None) -> None:
     for name in chosen:
         if which == "both":
             click.secho(f"{name}:", bold=True)
-        stream_answer(load_chat_model(models[name]), run.recipe.prompt, question, run.recipe.generation)
+        chat, limit = load_chat_model(models[name]), truncation(run.recipe.stages[0]).max_length
+        stream_answer(chat, run.recipe.prompt, question, run.recipe.generation, limit)
 
 
 @main.command()

@@ -1,7 +1,8 @@
-"""The base class of every configuration, and templates over the columns of a row."""
+"""The base class of every configuration, the length of rows, and templates over their columns."""
 
 import string
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -11,6 +12,18 @@ class Config(BaseModel):
     """Frozen; refuses unknown keys and numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How rows are cut, in training by TRL and in evaluation alike: `max_length` and `truncation_mode` of a stage."""
+
+    max_length: int | None = None
+    """Tokens that are kept, with question and system prompt; None keeps all."""
+    keep_end: bool = False
+
+
+WHOLE_ROWS = Truncation()
 
 
 def template_fields(template: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Base against tuned on the validation rows. The kind scores one model; this compares the two and writes the result."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tailtune.manifest import RESULTS_VERSION, content_sha256, directory_identit
 from tailtune.metrics import FEW_ROWS, REFERENCE, MetricTable, ModelScores
 from tailtune.parquet.split import read_split
 from tailtune.recipe.schema import Recipe
+from tailtune.train.arguments import truncation
 
 
 def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output: Path) -> dict[str, Any]:
@@ -21,6 +23,7 @@ def evaluate_models(recipe: Recipe, data: Path, base: Path, tuned: Path, output:
     key = sha256_json({
         "recipe": recipe.model_dump(mode="json", include={"prompt", "generation", "evaluation", "seed", "data"}),
         "version": RESULTS_VERSION,
+        "truncation": asdict(truncation(recipe.stages[0])),
         "measured": list(metric_table(recipe.stages[0].kind).labels),
         "models": [directory_identity(base), directory_identity(tuned)],
         "data": content_sha256(data.parent, data.name),
@@ -42,20 +45,27 @@ def compare_models(recipe: Recipe, data: Path, models: dict[str, Path]) -> dict[
     """
     kind, table = kind_module(recipe.stages[0].kind, "evaluate"), metric_table(recipe.stages[0].kind)
     train, validation = read_split(recipe, data)
+    limits = truncation(recipe.stages[0])
     scores: dict[str, ModelScores] = {
-        side: kind.evaluate_model(directory, validation, recipe.prompt, recipe.generation, recipe.evaluation)
+        side: kind.evaluate_model(directory, validation, recipe.prompt, recipe.generation, recipe.evaluation, limits)
         for side, directory in models.items()
     }
     metrics = {f"{side}_{name}": value for side, score in scores.items() for name, value in score.metrics.items()}
     if table.floor:  # by the tuned model's tokenizer
-        floor = kind.measure_floor(models["tuned"], train, validation, recipe.prompt)
+        floor = kind.measure_floor(models["tuned"], train, validation, recipe.prompt, limits)
         metrics[table.headline_of(table.floor.name)] = floor
     metrics |= {f"{REFERENCE}_{name}": value for name, value in scores["tuned"].references.items()}
     metrics |= _ratios(table, metrics)
+    if num_truncated := scores["tuned"].num_truncated:
+        log.info(
+            "evaluate: %d validation rows are longer than max_length %d and are cut, as in training",
+            num_truncated, limits.max_length,
+        )  # fmt: skip
     examples = zip(*(score.examples for score in scores.values()), strict=True)
     return {
         "num_rows": validation.num_rows,
         "num_generated": scores["tuned"].num_generated,
+        "num_truncated_rows": num_truncated,
         "metrics": metrics,
         "examples": [
             {name: text for name, text in row[0].items() if name != "answer"}

@@ -117,3 +117,5 @@ class ModelScores:
     """Rows for which text was generated."""
     references: dict[str, float]
     """The metrics that describe texts, of the references of these rows; the same for every model."""
+    num_truncated: int = 0
+    """Rows that were cut at the recipe's `max_length`, as in training."""

@@ -20,7 +20,10 @@ FROM_OUTSIDE = (
 )
 """Messages of errors that another rank, the network, a volume, a GPU or its driver has caused."""
 BROKEN_VOLUME = r"Input/output error|Stale file handle|No space left"
-FAULTY_INPUT = (ValueError, TypeError, ImportError, AttributeError, LookupError, AssertionError, NotImplementedError)
+FAULTY_INPUT = (
+    *(ValueError, TypeError, ImportError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, NotImplementedError),
+)
 """Before the first step, these come from the model, the rows or the trainer arguments."""
 
 

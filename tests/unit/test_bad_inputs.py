@@ -182,12 +182,13 @@ def train_layers(place: Place) -> None:
 def long_question(place: Place) -> None:
     from transformers import AutoTokenizer
 
+    from tailtune.config import Truncation
     from tailtune.kinds.chat.prompt import encode_row
     from tailtune.kinds.chat.train import count_truncated
 
     tokenizer = AutoTokenizer.from_pretrained(place.prepared / "base")
     row = {"full-question": "How? " * 50, "answer": "So."}
-    count_truncated([encode_row(tokenizer, tiny_recipe().prompt, row)], 64)
+    count_truncated([encode_row(tokenizer, tiny_recipe().prompt, row)], Truncation(64))
 
 
 def train_command(*arguments: str) -> Call:

@@ -17,6 +17,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tailtune.config import WHOLE_ROWS, Truncation
 from tailtune.kinds.chat.config import Evaluation, Generation, Prompt
 from tailtune.kinds.chat.inference import ChatModel, answer, load_chat_model, load_tokenizer
 from tailtune.kinds.chat.prompt import Encoded, encode_row, row_messages, show_question
@@ -34,19 +35,30 @@ LOGIT_BYTES = 256 << 20
 
 
 def evaluate_model(
-    directory: Path, validation: pa.Table, prompt: Prompt, generation: Generation, evaluation: Evaluation
+    directory: Path,
+    validation: pa.Table,
+    prompt: Prompt,
+    generation: Generation,
+    evaluation: Evaluation,
+    truncation: Truncation = WHOLE_ROWS,
 ) -> ModelScores:
-    """Score one model. Metrics of generated answers are absent where none are generated."""
+    """Score one model. Metrics of generated answers are absent where none are generated.
+
+    Rows are cut as in training: attention takes memory that grows with the square of a row's length.
+    """
     chat = load_chat_model(directory)
     rows = validation.to_pylist()
-    metrics = score_answers(chat, prompt, rows, evaluation.batch_size)
+    metrics, num_truncated = score_answers(chat, prompt, rows, evaluation.batch_size, truncation)
     generated = rows[: evaluation.num_generated_answers]
     examples: list[dict[str, str]] = []
     described: dict[str, float] = {}
     if generated:
         conversations = [row_messages(prompt, row) for row in generated]
         references = [messages[-1]["content"] for messages in conversations]
-        answers = answer(chat, [messages[:-1] for messages in conversations], generation, evaluation.batch_size)
+        asked = [messages[:-1] for messages in conversations]
+        limit = truncation.max_length
+        answers = answer(chat, asked, generation, evaluation.batch_size, max_length=limit)
+        references = [_beginning(chat.tokenizer, reference, limit) for reference in references]
         metrics |= score_texts(answers.texts, references)
         metrics |= measure_texts([pa.array(answers.texts)])
         described = measure_texts([pa.array(references)])
@@ -54,23 +66,36 @@ def evaluate_model(
         questions = [show_question(messages[:-1]) for messages in conversations]
         texts = zip(questions, references, answers.texts, strict=True)
         examples = [{"question": q, "reference": r, "answer": a} for q, r, a in texts][:NUM_EXAMPLES]
-    return ModelScores(metrics, examples, len(generated), described)
+    return ModelScores(metrics, examples, len(generated), described, num_truncated)
 
 
-def measure_floor(directory: Path, train: pa.Table, validation: pa.Table, prompt: Prompt) -> float:
+def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None) -> str:
+    """The first `max_length` tokens of a text, with which alone generated answers are compared."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text if max_length is None or len(ids) <= max_length else str(tokenizer.decode(ids[:max_length]))
+
+
+def measure_floor(
+    directory: Path, train: pa.Table, validation: pa.Table, prompt: Prompt, truncation: Truncation
+) -> float:
     """The unigram floor, in nats per answer token of the tokenizer in `directory`."""
-    return unigram_loss(load_tokenizer(directory), prompt, train.to_pylist(), validation.to_pylist())
+    return unigram_loss(load_tokenizer(directory), prompt, train.to_pylist(), validation.to_pylist(), truncation)
 
 
 @torch.inference_mode()
-def score_answers(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], batch_size: int) -> dict[str, float]:
+def score_answers(
+    chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], batch_size: int, truncation: Truncation = WHOLE_ROWS
+) -> tuple[dict[str, float], int]:
     """Teacher-forced scores of the rows' answers, in batches of up to `batch_size` rows of similar length.
 
-    Rows are padded on the left. Logits are converted to fp32 before the loss.
+    Returns the number of rows that were cut, too. Rows are padded on the left. Logits are converted to fp32 before the
+    loss.
     """
     tokenizer, model = chat.tokenizer, chat.model
     shown = track(rows, "evaluate: tokenizing row", "rows")
-    encoded = sorted((encode_row(tokenizer, prompt, row) for row in shown), key=lambda row: len(row.ids))
+    whole = [encode_row(tokenizer, prompt, row) for row in shown]
+    kept = [row.cut(truncation) for row in whole]
+    encoded = sorted(kept, key=lambda row: len(row.ids))
     loss = correct = count = 0.0
     for batch in track(batches(encoded, batch_size), f"evaluate: {chat.name}, token", "tokens", size=_num_tokens):
         inputs = tokenizer.pad({"input_ids": [row.ids for row in batch]}, return_tensors="pt").to(model.device)
@@ -86,14 +111,20 @@ def score_answers(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]], b
             part, targets = targets[: len(logits)], targets[len(logits) :]
             loss += torch.nn.functional.cross_entropy(logits.float(), part, reduction="sum").item()
             correct += (logits.argmax(-1) == part).sum().item()
-    messages = (message for row in rows for message in row_messages(prompt, row))
-    num_bytes = sum(len(message["content"].encode()) for message in messages if message["role"] == "assistant")
-    return {
+    num_truncated = num_bytes = 0
+    for row, before, after in zip(rows, whole, kept, strict=True):
+        texts = [message["content"] for message in row_messages(prompt, row) if message["role"] == "assistant"]
+        if after is not before:
+            num_truncated += 1
+            texts = [tokenizer.decode(after.answer_ids, skip_special_tokens=True)]
+        num_bytes += sum(len(text.encode()) for text in texts)
+    scores = {
         "answer_loss": loss / count,
         "perplexity": math.exp(min(loss / count, 700)),
-        "bits_per_byte": loss / math.log(2) / num_bytes,
+        "bits_per_byte": loss / math.log(2) / num_bytes if num_bytes else math.nan,
         "token_accuracy": correct / count,
     }
+    return scores, num_truncated
 
 
 def batches(rows: list[Encoded], batch_size: int) -> list[list[Encoded]]:
@@ -148,11 +179,19 @@ def score_texts(texts: list[str], references: list[str]) -> dict[str, float]:
 
 
 def unigram_loss(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, train: list[dict[str, Any]], validation: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    train: list[dict[str, Any]],
+    validation: list[dict[str, Any]],
+    truncation: Truncation = WHOLE_ROWS,
 ) -> float:
     """Nats per validation answer token under the training answers' token frequencies (add-one smoothed)."""
+
+    def answer_ids(row: dict[str, Any]) -> list[int]:
+        return encode_row(tokenizer, prompt, row).cut(truncation).answer_ids
+
     rows = track(train, "evaluate: unigram floor, row", "rows")
-    counts = Counter(token for row in rows for token in encode_row(tokenizer, prompt, row).answer_ids)
+    counts = Counter(token for row in rows for token in answer_ids(row))
     total = sum(counts.values()) + len(tokenizer)
-    tokens = [token for row in validation for token in encode_row(tokenizer, prompt, row).answer_ids]
+    tokens = [token for row in validation for token in answer_ids(row)]
     return -sum(math.log((counts[token] + 1) / total) for token in tokens) / len(tokens)

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
+from tailtune.errors import UserError
 from tailtune.kinds.chat.config import Generation, Prompt
 from tailtune.kinds.chat.prompt import (
     Message,
@@ -91,10 +92,12 @@ def answer(
     generation: Generation,
     batch_size: int,
     step: str = "evaluate",
+    max_length: int | None = None,
 ) -> Answers:
     """Generate greedy answers in batches with left padding. A question is all messages before the answer.
 
-    `step` is the pipeline's step that asks.
+    `step` is the pipeline's step that asks. Of a longer question, the last `max_length` tokens are asked: at its end is
+    the beginning of the answer.
     """
     tokenizer = chat.tokenizer
     texts: list[str] = []
@@ -102,7 +105,10 @@ def answer(
     start = time.perf_counter()
     with Progress(f"{step}: {chat.name}, answer", len(questions), "answers") as progress:
         for first in range(0, len(questions), batch_size):
-            batch = [encode_question(tokenizer, messages) for messages in questions[first : first + batch_size]]
+            batch = [
+                encode_question(tokenizer, messages)[-(max_length or 0) :]
+                for messages in questions[first : first + batch_size]
+            ]
             inputs = tokenizer.pad({"input_ids": batch}, return_tensors="pt").to(chat.model.device)
             counter = _AnswerCounter(progress, len(batch) / generation.max_new_tokens)
             output = chat.model.generate(**inputs, **generation_arguments(generation), streamer=counter)
@@ -128,10 +134,21 @@ class _AnswerCounter(BaseStreamer):
 
 
 @torch.inference_mode()
-def stream_answer(chat: ChatModel, prompt: Prompt, question: str, generation: Generation) -> None:
-    """Print one answer to stdout, word by word."""
-    messages = question_messages(prompt, question)
-    ids = torch.tensor([encode_question(chat.tokenizer, messages)], device=chat.model.device)
+def stream_answer(
+    chat: ChatModel, prompt: Prompt, question: str, generation: Generation, max_length: int | None = None
+) -> None:
+    """Print one answer to stdout, word by word. Raises UserError for a question of more than `max_length` tokens.
+
+    By default, that is what the model has positions for.
+    """
+    limit = max_length or getattr(chat.model.config, "max_position_embeddings", None)
+    asked = encode_question(chat.tokenizer, question_messages(prompt, question))
+    if limit and len(asked) > limit:
+        raise UserError(
+            f"the question with its system prompt has {len(asked):,} tokens, and the model was trained on {limit:,}",
+            "shorten the question",
+        )
+    ids = torch.tensor([asked], device=chat.model.device)
     streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)
     output = chat.model.generate(
         input_ids=ids,

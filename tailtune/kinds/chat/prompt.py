@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tailtune.config import fill_template
+from tailtune.config import Truncation, fill_template
 from tailtune.errors import UserError, one_line
 from tailtune.kinds.chat.config import Prompt
 from tailtune.log import log
@@ -39,7 +39,9 @@ PLAIN = (
 """For tokenizers without ChatML's markers and without a template of their own."""
 
 CUT = "\ud800"
-"""Where a rendered conversation is cut before it is tokenised. No text contains it: UTF-8 has no lone surrogates."""
+"""Where a rendered conversation is cut before it is tokenised. No text may contain it: UTF-8 has no surrogates."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Python reads bytes of a command line that are not UTF-8 as surrogates, and JSON can escape them."""
 
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -117,13 +119,31 @@ class Encoded:
         """Tokens before the first label."""
         return next(position for position, label in enumerate(self.labels) if label != IGNORED)
 
+    def cut(self, truncation: Truncation) -> "Encoded":
+        """The tokens that training keeps. Raises UserError when no label would be left to predict.
+
+        Where the loss is on answers, TRL drops such rows without a word, from the validation rows too.
+        """
+        limit = truncation.max_length
+        if limit is None or len(self.ids) <= limit:
+            return self
+        kept = slice(-limit, None) if truncation.keep_end else slice(limit)
+        row = Encoded(self.ids[kept], [IGNORED, *self.labels[kept][1:]])  # nothing predicts the first token
+        if not row.answer_ids:
+            raise UserError(
+                f"a question with its system prompt has {self.question_length} tokens, which leaves no room for its "
+                f"answer in max_length {limit}",
+                "raise stages.0.trainer.max_length or shorten prompt.system",
+            )
+        return row
+
     @property
     def answer_ids(self) -> list[int]:
         return [label for label in self.labels if label != IGNORED]
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """Token ids up to and including the header of the assistant's turn that follows the messages."""
+    """Token ids up to and including the header of the assistant's turn that follows the messages. Raises UserError."""
     return _tokenize(tokenizer, _render(tokenizer, _with_cuts(tokenizer, messages), asks=True))
 
 
@@ -191,6 +211,11 @@ def _with_cuts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     Otherwise a text with the marker of a turn would begin a turn, in training with a label.
     """
+    for message in messages:
+        if invalid := SURROGATE.search(message["content"]):
+            raise UserError(
+                f"a text contains {ascii(invalid[0])[1:-1]}, which is no character", "give the text in UTF-8"
+            )
     beginning = _special_token_beginning(tokenizer)
     return [message | {"content": beginning.sub(rf"\g<0>{CUT}", message["content"])} for message in messages]
 

@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from tailtune.errors import UserError
+from tailtune.config import Truncation
 from tailtune.kinds.chat.inference import load_tokenizer
 from tailtune.kinds.chat.prompt import Encoded, encode_messages, row_messages, spells_special_tokens
 from tailtune.log import log
 from tailtune.parquet.split import read_split
 from tailtune.progress import Progress, track
-from tailtune.train.arguments import sft_config
+from tailtune.train.arguments import sft_config, truncation
 from tailtune.train.callbacks import Metered
 from tailtune.train.hardware import HardwarePlan
 from tailtune.train.run import Context, Prepared
@@ -44,10 +44,7 @@ def make_trainer(context: Context) -> Prepared:
         num_train_rows=len(train_rows),
         world_size=context.world_size,
     )
-    num_truncated = sum(
-        count_truncated(rows, config.max_length, keep_end=config.truncation_mode == "keep_end")
-        for rows in (train_rows, validation_rows)
-    )
+    num_truncated = sum(count_truncated(rows, truncation(stage)) for rows in (train_rows, validation_rows))
     model = load_model(context.paths.base_model, plan, stage.train_weights)
     refuse_unknown_tokens(model, (token for rows in (train_rows, validation_rows) for row in rows for token in row.ids))
     num_parameters = model.num_parameters()  # before untying adds the head's own copy
@@ -150,23 +147,9 @@ def tokenized(rows: Sequence[Encoded], loss: str) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": labels})
 
 
-def count_truncated(rows: Sequence[Encoded], max_length: int | None, *, keep_end: bool = False) -> int:
-    """Count the rows that `max_length` truncates. Raises UserError when a row would lose its whole answer.
-
-    Where the loss is on answers, TRL drops such rows without a word, from the validation rows too.
-    """
-    if max_length is None:
-        return 0
-    truncated = [row for row in rows if len(row.ids) > max_length]
-    kept = slice(-max_length, None) if keep_end else slice(max_length)
-    for row in truncated:
-        if all(label == IGNORED for label in row.labels[kept][1:]):  # nothing predicts the first token
-            raise UserError(
-                f"a question with its system prompt has {row.question_length} tokens, which leaves no room for its "
-                f"answer in max_length {max_length}",
-                "raise stages.0.trainer.max_length or shorten prompt.system",
-            )
-    return len(truncated)
+def count_truncated(rows: Sequence[Encoded], truncation: Truncation) -> int:
+    """Count the rows that are cut. Raises UserError when a row would lose its whole answer."""
+    return sum(len(row.cut(truncation).ids) < len(row.ids) for row in rows)
 
 
 def log_plan(

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import tail_runs
 import torch
 from conftest import tiny_recipe
 
+from tailtune.config import Truncation
 from tailtune.errors import UserError
 from tailtune.evaluate import compare_models, evaluate_models
 from tailtune.kinds.chat.config import METRICS, Evaluation, Prompt
@@ -46,7 +49,7 @@ def naive_scores(chat: ChatModel, prompt: Prompt, rows: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_batched_scores_equal_row_by_row(prepared: Path, batch_size: int) -> None:
     chat, prompt, rows = load_chat_model(prepared / "base"), tiny_recipe().prompt, rows_of(prepared)
-    scores = score_answers(chat, prompt, rows, batch_size)
+    scores, _ = score_answers(chat, prompt, rows, batch_size)
     loss, accuracy = naive_scores(chat, prompt, rows)
     assert scores["answer_loss"] == pytest.approx(loss, rel=1e-5)
     assert scores["token_accuracy"] == pytest.approx(accuracy)
@@ -79,7 +82,7 @@ def conversations(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_every_turn_of_a_conversation_is_scored(prepared: Path, batch_size: int) -> None:
     chat, rows = load_chat_model(prepared / "base"), conversations(7)
-    scores = score_answers(chat, CHAT, rows, batch_size)
+    scores, _ = score_answers(chat, CHAT, rows, batch_size)
     loss, accuracy = naive_scores(chat, CHAT, rows)
     assert scores["answer_loss"] == pytest.approx(loss, rel=1e-5)
     assert scores["token_accuracy"] == pytest.approx(accuracy)
@@ -100,7 +103,7 @@ def test_few_logits_are_in_memory_at_once_even_of_a_long_conversation(
     chat.model.base_model.register_forward_pre_hook(
         lambda module, arguments, settings: run_lengths.append(settings["input_ids"].shape[1]), with_kwargs=True
     )
-    scores = score_answers(chat, CHAT, [row], 8)
+    scores, _ = score_answers(chat, CHAT, [row], 8)
     encoded = encode_row(chat.tokenizer, CHAT, row)
     assert max(shape.numel() for shape in shapes) <= 7 * head.out_features
     assert sum(shape[-2] for shape in shapes) == len(encoded.answer_ids), "the head runs where there is a label"
@@ -123,7 +126,7 @@ def test_scores_are_of_the_logits_that_the_model_itself_computes(
     tokenizer, rows = load_chat_model(prepared / "base").tokenizer, conversations(3)
     chat = ChatModel(tail_runs.new_model(architecture, vocab_size=len(tokenizer), **settings).eval(), tokenizer)
     monkeypatch.setattr("tailtune.kinds.chat.evaluate.LOGIT_BYTES", 9 * 4 * len(tokenizer))
-    scores = score_answers(chat, CHAT, rows, 2)
+    scores, _ = score_answers(chat, CHAT, rows, 2)
     loss, accuracy = naive_scores(chat, CHAT, rows)
     assert scores["answer_loss"] == pytest.approx(loss, rel=1e-5)
     assert scores["token_accuracy"] == pytest.approx(accuracy)
@@ -135,7 +138,7 @@ def test_a_batch_has_a_bounded_number_of_tokens(prepared: Path, monkeypatch: pyt
         lambda module, arguments, settings: shapes.append(settings["input_ids"].shape), with_kwargs=True
     )
     monkeypatch.setattr("tailtune.kinds.chat.evaluate.MAX_BATCH_TOKENS", 160)
-    scores = score_answers(chat, CHAT, rows, 4)
+    scores, _ = score_answers(chat, CHAT, rows, 4)
     lengths = sorted(len(encode_row(chat.tokenizer, CHAT, row).ids) for row in rows)
     assert sum(shape[0] for shape in shapes) == 7 and max(shape[1] for shape in shapes) == lengths[-1] > 160
     assert all(shape.numel() <= 160 or shape[0] == 1 for shape in shapes) and any(shape[0] > 1 for shape in shapes)
@@ -234,6 +237,58 @@ def test_without_generated_answers_their_metrics_are_absent(prepared: Path) -> N
     assert {name for name in document["metrics"] if name.startswith("tuned_")} == measured
     assert not [name for name in document["metrics"] if name.startswith(("reference_", "answer_words_"))]
     assert (document["num_generated"], document["examples"]) == (0, [])
+
+
+def test_a_long_row_is_cut_as_in_training(prepared: Path) -> None:
+    chat, prompt = load_chat_model(prepared / "base"), tiny_recipe().prompt
+    row = rows_of(prepared)[0]
+    long = row | {"answer": row["answer"] + " word" * 60_000}
+    cut = Truncation(256)
+    scores, num_truncated = score_answers(chat, prompt, [row, long], 8, cut)
+    assert num_truncated == 1
+    kept = encode_row(chat.tokenizer, prompt, long).cut(cut)
+    shorter = row | {"answer": chat.tokenizer.decode(kept.answer_ids)}
+    again, none = score_answers(chat, prompt, [row, shorter], 8)
+    assert none == 0 and scores["bits_per_byte"] == pytest.approx(again["bits_per_byte"], rel=0.02)
+    assert math.isfinite(unigram_loss(chat.tokenizer, prompt, [row, long], [long], cut))
+
+
+def test_the_evaluation_cuts_rows_and_says_so(prepared: Path, tmp_path: Path) -> None:
+    """Attention over a whole row would ask for gigabytes."""
+    recipe = tiny_recipe(**{"evaluation.num_generated_answers": 64, "stages.0.trainer.max_length": 128})
+    table = pq.read_table(prepared / "data" / "data.parquet")
+    rows = table.to_pylist()
+    for each in rows:
+        each["answer"] += " word" * 12_000
+    pq.write_table(pa.Table.from_pylist(rows[:12], table.schema), tmp_path / "data.parquet")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    document = compare_models(recipe, tmp_path / "data.parquet", {"tuned": prepared / "base"})
+    assert document["num_truncated_rows"] == document["num_rows"] > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10, "in KiB"
+
+
+def test_another_max_length_is_another_evaluation(prepared: Path, tmp_path: Path) -> None:
+    keys = set()
+    for trainer in ({}, {"max_length": 64}, {"truncation_mode": "keep_end"}):
+        recipe = tiny_recipe(**{"evaluation.num_generated_answers": 0},
+                             **{f"stages.0.trainer.{name}": value for name, value in trainer.items()})  # fmt: skip
+        base = prepared / "base"
+        keys.add(evaluate_models(recipe, prepared / "data" / "data.parquet", base, base, tmp_path / "e.json")["key"])
+    assert len(keys) == 3
+
+
+def test_a_question_that_is_too_long_is_refused(prepared: Path) -> None:
+    chat, recipe = load_chat_model(prepared / "base"), tiny_recipe()
+    for question, limit in (("word " * 5000, None), ("word " * 200, 64)):
+        with pytest.raises(UserError, match=r"the question with its system prompt has [\d,]+ tokens"):
+            stream_answer(chat, recipe.prompt, question, recipe.generation, limit)
+
+
+@pytest.mark.parametrize("question", [os.fsdecode(b"caf\xe9"), "one\ud800two", "\udfff"], ids=ascii)
+def test_a_question_that_is_no_text_is_refused(prepared: Path, question: str) -> None:
+    chat, recipe = load_chat_model(prepared / "base"), tiny_recipe()
+    with pytest.raises(UserError, match=r"a text contains \\ud[89a-f].., which is no character; give"):
+        stream_answer(chat, recipe.prompt, question, recipe.generation)
 
 
 def test_a_directory_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:

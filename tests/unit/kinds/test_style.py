@@ -112,7 +112,7 @@ def test_base_tuned_and_references_are_measured_alike(prepared: Path, monkeypatc
     """The base model answers with ten words and a warning, the tuned one with two steps of two words each."""
     texts = iter(["Never do it, " + "word " * 7, "1. Sit 2. Go"])
     monkeypatch.setattr(
-        "tailtune.kinds.chat.evaluate.answer", lambda *args: Answers([next(texts)] * len(args[1]), 9, 1.0)
+        "tailtune.kinds.chat.evaluate.answer", lambda *args, **options: Answers([next(texts)] * len(args[1]), 9, 1.0)
     )
     base = prepared / "base"
     metrics = compare_models(tiny_recipe(), prepared / "data" / "data.parquet", {"base": base, "tuned": base})[

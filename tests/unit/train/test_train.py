@@ -30,6 +30,7 @@ from transformers import (
 from transformers.trainer_utils import rotate_checkpoints
 
 from tailtune import progress
+from tailtune.config import Truncation
 from tailtune.errors import UserError
 from tailtune.kinds.chat.prompt import encode_row
 from tailtune.kinds.chat.train import count_truncated, make_trainer
@@ -260,19 +261,19 @@ def test_rows_that_the_maximum_length_cuts_are_counted(prepared: Path) -> None:
     tokenizer, recipe = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe()
     answers = ["So.", "So and so.", "So. " * 9, "So. " * 30]
     rows = [encode_row(tokenizer, recipe.prompt, {"full-question": "How?", "answer": text}) for text in answers]
-    assert count_truncated(rows, len(rows[2].ids)) == 1, "the third one just fits"
-    assert count_truncated(rows, 1000) == count_truncated(rows, None) == 0
+    assert count_truncated(rows, Truncation(len(rows[2].ids))) == 1, "the third one just fits"
+    assert count_truncated(rows, Truncation(1000)) == count_truncated(rows, Truncation()) == 0
     with pytest.raises(UserError, match="leaves no room for its answer"):
-        count_truncated(rows, rows[0].question_length)
-    assert count_truncated(rows, rows[0].question_length + 1) == 4
+        count_truncated(rows, Truncation(rows[0].question_length))
+    assert count_truncated(rows, Truncation(rows[0].question_length + 1)) == 4
 
 
 def test_a_row_whose_end_is_kept_keeps_its_answer(prepared: Path) -> None:
     tokenizer, prompt = AutoTokenizer.from_pretrained(prepared / "base"), tiny_recipe().prompt
     row = encode_row(tokenizer, prompt, {"full-question": "How?", "answer": "So and so."})
-    assert count_truncated([row], 2, keep_end=True) == 1
+    assert count_truncated([row], Truncation(2, keep_end=True)) == 1
     with pytest.raises(UserError, match="leaves no room for its answer in max_length 1"):
-        count_truncated([row], 1, keep_end=True)
+        count_truncated([row], Truncation(1, keep_end=True))
 
 
 def chat_trainer(prepared: Path, tmp_path: Path, max_length: int) -> Prepared:
