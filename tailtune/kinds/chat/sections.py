@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tailtune.errors import printable
 from tailtune.files import read_json, write_json, write_text
 from tailtune.imports import uncollected
 from tailtune.kinds.chat.config import Demo, Generation, Prompt
@@ -59,10 +60,14 @@ def loading_lines(prompt: Prompt, generation: Generation) -> list[str]:
 
 
 def answers_markdown(rows: list[dict[str, str]]) -> str:
-    """The answers as indented blocks, so that no text of a model is read as Markdown."""
+    """Questions and answers as indented blocks, so that no text is read as Markdown or by a terminal."""
 
     def block(text: str) -> str:
-        return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
+        return "\n".join(f"    {line}" for line in printable(text).splitlines()) or "    (empty)"
 
-    parts = [f"## {r['question']}\n\nBase:\n\n{block(r['base'])}\n\nTuned:\n\n{block(r['tuned'])}\n" for r in rows]
+    parts = [
+        f"## Question {number}\n\n{block(r['question'])}\n\nBase:\n\n{block(r['base'])}\n\n"
+        f"Tuned:\n\n{block(r['tuned'])}\n"
+        for number, r in enumerate(rows, 1)
+    ]
     return "# Demo answers\n\n" + "\n".join(parts)

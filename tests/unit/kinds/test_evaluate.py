@@ -21,9 +21,15 @@ from tailtune.errors import UserError
 from tailtune.evaluate import compare_models, evaluate_models
 from tailtune.kinds.chat.config import METRICS, Evaluation, Prompt
 from tailtune.kinds.chat.evaluate import evaluate_model, score_answers, score_texts, unigram_loss
-from tailtune.kinds.chat.inference import ChatModel, answer, load_chat_model, load_tokenizer, stream_answer
+from tailtune.kinds.chat.inference import (
+    ChatModel,
+    answer,
+    load_chat_model,
+    load_tokenizer,
+    stream_answer,
+)
 from tailtune.kinds.chat.prompt import encode_row, question_messages, row_messages
-from tailtune.kinds.chat.sections import write_demo
+from tailtune.kinds.chat.sections import answers_markdown, write_demo
 from tailtune.progress import Progress
 
 
@@ -289,6 +295,16 @@ def test_a_question_that_is_no_text_is_refused(prepared: Path, question: str) ->
     chat, recipe = load_chat_model(prepared / "base"), tiny_recipe()
     with pytest.raises(UserError, match=r"a text contains \\ud[89a-f].., which is no character; give"):
         stream_answer(chat, recipe.prompt, question, recipe.generation)
+
+
+@pytest.mark.parametrize(
+    "text", ["# forged", "a\n## Question 9", "a\r# b", "a\u2028# b", "\033[31mred", "\x9bA", "- x", ""], ids=ascii
+)
+def test_no_text_is_read_as_markdown(text: str) -> None:
+    lines = answers_markdown([{"question": text, "base": text, "tuned": text}]).split("\n")
+    own = [line for line in lines if line and not line.startswith("    ")]
+    assert own == ["# Demo answers", "## Question 1", "Base:", "Tuned:"]
+    assert all(line.isprintable() for line in lines)
 
 
 def test_a_directory_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -660,3 +660,9 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
     assert document.count(" beside") == 4 + script.count(" beside"), document[:500]
     assert bottoms["good-1280"][1] <= 800 and bottoms["failed-1280"][1] <= 800, bottoms
     assert bottoms["good-390"][0] <= 844 and bottoms["failed-390"][0] <= 844, bottoms
+
+
+def test_rows_that_the_evaluation_cut_are_shown() -> None:
+    data, label = report_data(), "Validation rows cut in the evaluation"
+    cut = dataclasses.replace(data, evaluation=data.evaluation | {"num_truncated_rows": 17})
+    assert label in render(cut) and label not in render(data)
