@@ -27,7 +27,8 @@ from tailtune.fetch.transfer import STATE, Body, Origin
 from tailtune.files import sha256_json
 from tailtune.log import log
 from tailtune.manifest import MANIFEST, read_manifest
-from tailtune.recipe.schema import show_sources, source_list, without_secrets
+from tailtune.recipe.addresses import with_secrets, without_secrets
+from tailtune.recipe.schema import show_sources, source_list
 
 TIMEOUT_SECONDS = 60.0
 CHUNK_BYTES = 8 * 2**20
@@ -213,7 +214,14 @@ def _open_http(url: str, headers: Mapping[str, str], offset: int, version: str |
     request_headers = {**headers, "Accept-Encoding": "identity"}
     if offset and version:
         request_headers |= {"Range": f"bytes={offset}-", "If-Range": version}
-    with requests.get(url, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS) as response:
+    address = with_secrets(url)  # from here on, only messages name the url
+    try:
+        response = requests.get(address, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS)
+    except requests.exceptions.InvalidURL:  # its text contains the address
+        raise UserError(
+            f"{without_secrets(url)} cannot be fetched: this is no valid address", "check the address and its variables"
+        ) from None
+    with response:
         etag, length = response.headers.get("ETag"), response.headers.get("Content-Length")
         # If-Range compares strongly, so a weak ETag cannot be used to resume.
         answered_version = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")

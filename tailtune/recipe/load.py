@@ -20,6 +20,7 @@ from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
 from tailtune.files import matching_paths, parse_json
 from tailtune.log import log
+from tailtune.recipe.addresses import REMEDY, without_secrets
 from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, UNION_TAGS, Recipe
 from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown
 
@@ -167,7 +168,7 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"-p {cut(pair)}: write KEY=VALUE, for example -p epochs=2")
+            raise UserError(f"-p {cut(without_secrets(pair))}: write KEY=VALUE, for example -p epochs=2")
         overrides[key.strip()] = parse_value(text)
     return overrides
 
@@ -270,7 +271,7 @@ def _describe(problem: Any) -> str:
         return f"{field}: is missing; add it"
     detail = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {shown(given)})")
+    return f"{field}: {detail}" + ("" if isinstance(given, dict) or REMEDY in detail else f" (got {shown(given)})")
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:
