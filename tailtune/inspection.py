@@ -25,7 +25,8 @@ from tailtune.parquet.conversation import ROLES, read_conversation
 from tailtune.parquet.lines import BadRow
 from tailtune.parquet.readers import detect_format, read_values, source_of
 from tailtune.progress import Progress
-from tailtune.recipe.schema import Data, Recipe, show_sources, without_secrets
+from tailtune.recipe.addresses import check_address, without_secrets
+from tailtune.recipe.schema import Data, Recipe, show_sources
 from tailtune.recipe.write import check_new_file, quoted, write_recipe
 
 if TYPE_CHECKING:
@@ -198,7 +199,12 @@ def _describe(sources: list[str], recipe: Recipe, write_to: Path | None, paramet
 
 
 def _files_of(sources: list[str]) -> list[SourceFile]:
-    found = [(source, local_files(source)) for source in sources]
+    try:
+        found = [(source, local_files(check_address(source))) for source in sources]
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"--inspect: {error}") from None
     if any(paths is None for _, paths in found):
         require_train("--inspect of an address")
     files: list[SourceFile] = []
@@ -297,8 +303,6 @@ def _next_steps(
 ) -> Iterator[str]:
     """Write the recipe, where asked to, and yield the commands that come next."""
     given = "".join(f" -p {shlex.quote(parameter)}" for parameter in parameters)
-    if any(without_secrets(source) != source for source in sources):
-        yield "The address is shown without its query and password: add -p data_source=ADDRESS when you run it."
     if write_to is None:
         shown = shlex.join(map(without_secrets, sources))
         yield "next, write a recipe with these keys, which can be run as it is:"

@@ -27,7 +27,8 @@ from tailtune.fetch.transfer import STATE, Body, Origin
 from tailtune.files import sha256_json
 from tailtune.log import log
 from tailtune.manifest import MANIFEST, read_manifest
-from tailtune.recipe.schema import show_sources, source_list, without_secrets
+from tailtune.recipe.addresses import with_secrets, without_secrets
+from tailtune.recipe.schema import show_sources, source_list
 
 TIMEOUT_SECONDS = 60.0
 CHUNK_BYTES = 8 * 2**20
@@ -229,12 +230,15 @@ def _open_http(url: str, headers: Mapping[str, str], offset: int, version: str |
     request_headers = {**headers, "Accept-Encoding": "identity"}
     if offset and version:
         request_headers |= {"Range": f"bytes={offset}-", "If-Range": version}
+    address = with_secrets(url)  # from here on, only messages name the url
     try:
-        response = requests.get(url, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS)
-    except ValueError as error:  # in a redirection's address
-        if isinstance(error, requests.RequestException):
+        response = requests.get(address, headers=request_headers, stream=True, timeout=TIMEOUT_SECONDS)
+    except ValueError as error:  # also of a redirection; its text may contain the address
+        if isinstance(error, requests.RequestException) and not isinstance(error, requests.exceptions.InvalidURL):
             raise
-        raise UserError(f"{without_secrets(url)} leads to an invalid address: {one_line(error)}", "check it") from None
+        raise UserError(
+            f"{without_secrets(url)} is, or leads to, an invalid address", "check the address and its variables"
+        ) from None
     with response:
         etag, length = response.headers.get("ETag"), response.headers.get("Content-Length")
         # If-Range compares strongly, so a weak ETag cannot be used to resume.

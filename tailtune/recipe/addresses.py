@@ -33,6 +33,12 @@ def check_address(text: str) -> str:
         raise ValueError(f"has {len(text):,} characters; give an address or a path of at most {MAX_CHARS:,}")
     if secret := _secret(_decoded(text)):
         raise ValueError(f"{without_secrets(text)[:80]} is given with {secret}, which a recipe may not hold; {REMEDY}")
+    try:
+        urlsplit(VARIABLE.sub("1", text) if "://" in text else "").port  # noqa: B018  raises ValueError
+    except ValueError as error:
+        raise ValueError(f"is no valid address ({error})") from None
+    if VARIABLE.search(text) and not re.match(r"https?://", text):
+        raise ValueError("contains a variable, which only addresses with https:// may; write it out")
     return check_plain(text)
 
 
@@ -103,8 +109,9 @@ def _secret(text: str) -> str:
     if "://" not in text:
         return "a login" if _LOGIN.match(without) else ""
     scheme, _, rest = text.strip().partition("://")
+    is_http = re.search(r"https?:[/\\]", text, re.IGNORECASE) is not None
     for mark, part in re.findall(r"([?&#;])([^?&#;]*)", rest):
-        strict = scheme.lower() in ("http", "https") and mark != ";"
+        strict = is_http and mark != ";"
         named = re.fullmatch(r"(?:[\w.-]+=)?(?:\$\{DATA_[A-Z0-9_]+\})+", part)
         known = part == "" or (HARMLESS.fullmatch(part) if scheme.lower() != "hf" else part.split("=")[0] in _HF)
         if (strict or "=" in part) and not named and not (known and mark != "#"):

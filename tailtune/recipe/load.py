@@ -8,6 +8,7 @@ of ranks that are started by hand, they override everything.
 """
 
 import copy
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from tailtune.config import Config
 from tailtune.errors import UserError, did_you_mean
 from tailtune.files import matching_paths, parse_json
 from tailtune.log import log
+from tailtune.recipe.addresses import REMEDY, without_secrets
 from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, UNION_TAGS, Recipe
-from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown
+from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown, texts
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -58,6 +60,8 @@ FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
 """Mappings whose keys the user chooses."""
 MAX_BYTES = 512 << 10
 """Of a recipe file."""
+MAX_ARGUMENT = 120_000
+"""Characters. Linux takes 128 KiB in one argument, which has a run's directories and parameters as well."""
 
 
 def list_recipes() -> list[str]:
@@ -167,7 +171,7 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"-p {cut(pair)}: write KEY=VALUE, for example -p epochs=2")
+            raise UserError(f"-p {cut(without_secrets(pair))}: write KEY=VALUE, for example -p epochs=2")
         overrides[key.strip()] = parse_value(text)
     return overrides
 
@@ -247,13 +251,24 @@ def _validate(raw: dict[str, Any], source: str, folder: Path | None = None) -> R
     """Return the recipe. Paths in it are relative to `folder`."""
     check_values(raw, source)
     try:
-        return Recipe.model_validate(_with_absolute_paths(raw, folder) if folder else raw)
+        recipe = Recipe.model_validate(_with_absolute_paths(raw, folder) if folder else raw)
     except ValidationError as error:
         # an unknown key first: it is the likely cause of a key that is missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         described = "; ".join(_describe(problem) for problem in problems[:3])
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"recipe {source}: {described}{more}") from None
+    _check_size(recipe, source)
+    return recipe
+
+
+def _check_size(recipe: Recipe, source: str) -> None:
+    """Raise UserError for a recipe that does not fit, with its escapes and its sources, into one argument of a step."""
+    size = len(json.dumps(recipe.to_json())) + len(json.dumps(json.dumps(recipe.data.source)))
+    if size > MAX_ARGUMENT:
+        key, text = max(texts(recipe.model_dump(mode="json")), key=lambda item: len(item[1]))
+        problem = f"recipe {source}: it is too long by {size - MAX_ARGUMENT:,} characters, as a program's argument"
+        raise UserError(f"{problem}; the longest text is {cut(key)} ({len(text):,})", "shorten it")
 
 
 def _describe(problem: Any) -> str:
@@ -270,7 +285,7 @@ def _describe(problem: Any) -> str:
         return f"{field}: is missing; add it"
     detail = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    return f"{field}: {detail}" + ("" if isinstance(given, dict) else f" (got {shown(given)})")
+    return f"{field}: {detail}" + ("" if isinstance(given, dict) or REMEDY in detail else f" (got {shown(given)})")
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:

@@ -26,8 +26,8 @@ from tailtune.config import Config, copied_column, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
-from tailtune.recipe.addresses import check_plain, literal
-from tailtune.recipe.values import parse_yaml
+from tailtune.recipe.addresses import check_address, check_plain, literal, without_secrets
+from tailtune.recipe.values import parse_yaml, texts
 
 Quantity = Annotated[
     str,
@@ -46,10 +46,13 @@ VolumeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$
 ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][\w./:@-]*$")]
 """Reference of an image: `NAME:TAG`, `HOST/FOLDER/NAME:TAG` or `…@sha256:…`."""
 
+NO_SECRETS = (
+    "a recipe is no place for secrets; hf_secret and s3_secret name those that are mounted as files into the steps "
+    "that fetch"
+)
 REFUSED_VARIABLES = {
-    r"(.*_)?(TOKEN|SECRET|CREDENTIALS?|KEY(_ID)?)|.*(PASSWORD|PASSWD|PASSPHRASE).*":
-        "a recipe is no place for secrets; hf_secret and s3_secret name those that are mounted as files into the steps "
-        "that fetch",
+    r"(.*_)?(KEY|KEY_ID|PASS|PWD|PAT|AUTH|DSN)|.*TOKEN|.*(PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|COOKIE|BEARER"
+    r"|SIGNATURE|(API|ACCESS|PRIVATE)_?KEY).*": NO_SECRETS,
     r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|(MASTER|PET)_.*|POD_IP|JOB_COMPLETION_INDEX":
         "torchrun and the operator set it; use resources.num_nodes and resources.ranks_per_node",
     r"DATA_DIR|OUTPUT_DIR|HIDDEN_STATE_CACHE_DIR|TERMINATION_LOG|TAILTUNE_.*": "tailtune sets it; leave it out",
@@ -57,17 +60,32 @@ REFUSED_VARIABLES = {
 """Patterns of the names that `resources.environment` may not have, in any case, and why."""
 
 
-def _check_environment(environment: dict[str, str]) -> dict[str, str]:
-    for name in environment:
+def _check_environment(environment: Any) -> Any:
+    """Look at the names first: other messages show values."""
+    for name, value in environment.items() if isinstance(environment, dict) else ():
         for pattern, why in REFUSED_VARIABLES.items():
-            if re.fullmatch(pattern, name, re.IGNORECASE):
+            if re.fullmatch(pattern, str(name), re.IGNORECASE):
                 raise ValueError(f"{name} cannot be set here: {why}")
+        if "://" in str(value) and without_secrets(str(value)) != str(value):
+            raise ValueError(f"{name} cannot be set here: its address has a login or a query; {NO_SECRETS}")
     return environment
+
+
+def _check_overlay(overlay: Any) -> Any:
+    """Look for secrets in the addresses that are used only later."""
+    for key, text in texts(overlay):
+        if ADDRESS_KEY.fullmatch(key):
+            check_address(text)
+    return overlay
+
+
+ADDRESS_KEY = re.compile(r"(.*\.)?((validation_|data_)?source|base_model)(\.\d+)?")
+"""Of an address or a path."""
 
 
 Environment = Annotated[
     dict[str, Annotated[str, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v)]],
-    AfterValidator(_check_environment),
+    BeforeValidator(_check_environment),
 ]
 """Environment variables: names and texts. A number is taken as its text."""
 
@@ -97,7 +115,7 @@ class SmallModel(Config):
 
 
 class Model(Config):
-    base_model: Annotated[str, Field(min_length=1), AfterValidator(check_plain)]
+    base_model: Annotated[str, Field(min_length=1), AfterValidator(check_address)]
     """A hub name (`OWNER/NAME`), a directory, or `small` for the model that `small:` describes."""
     revision: PlainText = "main"
     """Branch, tag or commit on the hub. The commit is recorded at the first fetch, and later fetches keep it."""
@@ -126,10 +144,12 @@ def _check_sources(value: Any) -> Any:
             value = parse_yaml(value)
         except ValueError:
             raise ValueError('is not a list; write ["first.jsonl", "second.jsonl"]') from None
-    for source in value if isinstance(value, list) and value else [value]:
-        if not isinstance(source, str) or not source:
-            raise ValueError("give one source, or a list of them, each a text that is not empty")
-        check_plain(source)
+    sources = value if isinstance(value, list) and value else [value]
+    for source in sources:
+        if isinstance(source, str):
+            check_address(source)
+    if not all(isinstance(source, str) and source for source in sources):
+        raise ValueError("give one source, or a list of them, each a text that is not empty")
     return value
 
 
@@ -358,6 +378,8 @@ class Stage(Config):
 
     @model_validator(mode="after")
     def _trainer_has_the_run_parameters(self) -> "Stage":
+        if secret := next((name for name in self.trainer if name.endswith("hub_token")), None):
+            raise ValueError(f"trainer.{secret} cannot be set here: {NO_SECRETS}")
         for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
             value = self.trainer.get(name)
             if name not in self.trainer:
@@ -438,7 +460,7 @@ class Recipe(Config):
     removes these of older runs of the recipe, except of runs that somebody has named (tailtune/retention.py)."""
     keep_models: Annotated[int, Field(ge=1)] | None = 3
     """How many of the newest promoted models are kept when their runs are older than that; `null`: all."""
-    local: dict[str, Any] = {}
+    local: Annotated[dict[str, Any], BeforeValidator(_check_overlay)] = {}
     """Dotted keys and values that apply only to local runs."""
 
     @model_validator(mode="after")
@@ -529,15 +551,6 @@ class Recipe(Config):
                 limit, request = ((self.resource_key(index, field), getattr(own, field)) for field in fields)
                 yield resource, limit, request
 
-    def public_dump(self) -> dict[str, Any]:
-        """Return plain values for reports and summaries, without secrets in addresses."""
-        dumped = self.model_dump(mode="json")
-        for name in ("source", "validation_source"):
-            sources = dumped["data"][name]
-            shown = [without_secrets(source) for source in source_list(sources)]
-            dumped["data"][name] = shown if isinstance(sources, list) else shown[0] if shown else None
-        return dumped
-
     def to_json(self) -> str:
         """Return the recipe as JSON, the form in which it is one parameter of the pipeline."""
         return literal(json.dumps(self.model_dump(mode="json"), ensure_ascii=False))
@@ -546,12 +559,3 @@ class Recipe(Config):
 def _amount(quantity: str) -> Decimal:
     number = quantity.rstrip("mkKMGTi")
     return Decimal(number) * UNITS[quantity.removeprefix(number)]
-
-
-def without_secrets(source: str) -> str:
-    """Return an address without user, password and query (a query may hold a signature), for logs and reports."""
-    scheme, mark, rest = source.partition("://")
-    if scheme not in ("http", "https"):
-        return source
-    host, slash, path = rest.partition("/")
-    return scheme + mark + host.rsplit("@", 1)[-1] + slash + re.sub(r"[?#].*", "", path)

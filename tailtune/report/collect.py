@@ -43,7 +43,7 @@ def collect_report(run: Run, base: Path, demo: dict[str, Any]) -> ReportData:
     loading_lines = kind_module(run.recipe.stages[0].kind, "sections").loading_lines
     return ReportData(
         run_name=run.name,
-        recipe=run.recipe.public_dump(),
+        recipe=run.recipe.model_dump(mode="json"),
         data=data,
         summary=summary,
         history=read_json(run.models_dir / "training_history.json") or {},

@@ -186,7 +186,7 @@ def train(
                 "started_at": started_at.isoformat(timespec="seconds"),
                 "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
             },
-            "recipe": recipe.public_dump(),
+            "recipe": recipe.model_dump(mode="json"),
         }
         write_json(paths.output / "training_history.json", split_history(state.log_history))
         write_json(paths.output / "training_summary.json", facts)

@@ -36,6 +36,8 @@ class Server:
     url: str
     replies: dict[str, Reply] = field(default_factory=dict)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
+    """What stood after the `?` of each request."""
     """(method, path, headers in lower case) of every request."""
 
     def ranges(self, path: str) -> list[str | None]:
@@ -105,6 +107,7 @@ def serve() -> Iterator[Server]:
             path = self.path.partition("?")[0]
             headers = {name.lower(): value for name, value in self.headers.items()}
             server.requests.append((self.command, path, headers))
+            server.queries.append(self.path.partition("?")[2])
             reply = server.replies.get(path)
             if reply is None:
                 return self._finish(404, b"", {"X-Error-Code": _not_found(path)}, send_body)

@@ -487,18 +487,21 @@ def test_a_broken_beginning_of_an_address_is_reported(monkeypatch: pytest.Monkey
     assert done.exit_code == 2 and "error: the CSV header cannot be read: " in done.stderr
 
 
-def test_an_address_is_fetched(tmp_path: Path) -> None:
+def test_an_address_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA_QUERY", "signature=secret")
     with serve() as server:
         server.replies["/data.jsonl"] = Reply("".join(json.dumps(row) + "\n" for row in QUESTIONS).encode())
-        text = inspect(f"{server.url}/data.jsonl?signature=secret")
-    assert f"{server.url}/data.jsonl: 3 rows" in text and "secret" not in text
-    assert "add -p data_source=ADDRESS when you run it" in text and "A cluster cannot" not in text
+        text = inspect(f"{server.url}/data.jsonl?${{DATA_QUERY}}")
+        assert set(server.queries) == {"signature=secret"}
+    assert f"{server.url}/data.jsonl?${{DATA_QUERY}}: 3 rows" in text and "secret" not in text
+    assert "A cluster cannot" not in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["--inspect", "nowhere.jsonl"], 2, "data source nowhere.jsonl does not exist; give the path"),
+        (["--inspect", "https://u:p@host/a.jsonl"], 2, "error: --inspect: https://host/a.jsonl is given with a login"),
         (["--inspect", "TMP"], 2, "contains no .json, .jsonl, "),
         (["--inspect", "TMP", "--list"], 2, "give one of"),
         (["x.jsonl"], 2, "Got unexpected extra argument (x.jsonl): only --inspect takes several sources"),

@@ -13,7 +13,7 @@ from tailtune.errors import UserError
 from tailtune.jobs.pods import pod_template
 from tailtune.jobs.train_step import make_job
 from tailtune.recipe.load import load_recipe, with_local_overlay, with_overrides
-from tailtune.recipe.schema import Recipe, without_secrets
+from tailtune.recipe.schema import Recipe
 from tailtune.resolve import RESERVED_VOLUMES, check_volume_names, claim_directories, resolve_run
 from tailtune.run import MOUNTS, Run
 
@@ -185,19 +185,6 @@ def test_a_run_of_an_earlier_version_that_has_trained_is_refused(tmp_path: Path)
     )
     assert error.value.remedy == "choose another --run-name, or check out that version"
     assert run.run_path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [
-        ("https://u:p@host/a.csv?X-Amz-Signature=s#f", "https://host/a.csv"),
-        ("hf://datasets/o/n@main/a.jsonl", "hf://datasets/o/n@main/a.jsonl"),
-        ("/data/a?b.jsonl", "/data/a?b.jsonl"),
-    ],
-)
-def test_the_secrets_of_an_address_are_not_shown(source: str, shown: str) -> None:
-    assert without_secrets(source) == shown
-    assert tiny_recipe(data_source=source).public_dump()["data"]["source"] == shown
 
 
 @pytest.mark.parametrize(

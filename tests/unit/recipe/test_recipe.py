@@ -223,6 +223,23 @@ def test_a_setting_and_a_variable_with_different_values_are_refused() -> None:
         ("AWS_ACCESS_KEY_ID", "no place for secrets"),
         ("wandb_api_key", "no place for secrets"),
         ("DB_PASSWORD_FILE", "no place for secrets"),
+        *(
+            (name, "no place for secrets")
+            for name in (
+                "HFTOKEN",
+                "OPENAI_APIKEY",
+                "DB_PASS",
+                "MYSQL_PWD",
+                "GITHUB_PAT",
+                "secret_word",
+                "PROXY_AUTH",
+                "SENTRY_DSN",
+                "SESSION_COOKIE",
+                "AZURE_CREDENTIAL_X",
+                "PRIVATE_KEY_PEM",
+                "KEY",
+            )
+        ),
         ("LOCAL_RANK", "torchrun and the operator set it; use resources.num_nodes and resources.ranks_per_node"),
         ("WORLD_SIZE", "torchrun and the operator set it"),
         ("MASTER_ADDR", "torchrun and the operator set it"),
@@ -235,6 +252,31 @@ def test_some_variables_are_not_for_recipes(name: str, why: str) -> None:
     with pytest.raises(UserError) as error:
         with_overrides(SURVIVAL, {f"resources.environment.{name}": "hunter2"})
     assert f"resources.environment: {name} cannot be set here: " in str(error.value) and why in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [["hunter2"], {"a": "hunter2"}, "hunter2"])
+def test_the_value_of_a_refused_variable_is_not_shown(value: Any) -> None:
+    """A value of a wrong type is: the name counts first."""
+    with pytest.raises(UserError, match="HF_TOKEN cannot be set here") as error:
+        with_overrides(SURVIVAL, {"resources.environment": {"HF_TOKEN": value}})
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_variable_may_be_an_address_without_a_login() -> None:
+    good = {"HTTPS_PROXY": "http://proxy:3128"}
+    assert with_overrides(SURVIVAL, {"resources.environment": good}).resources.environment == good
+    with pytest.raises(UserError, match="HTTPS_PROXY cannot be set here: its address has a login") as error:
+        with_overrides(SURVIVAL, {"resources.environment": {"HTTPS_PROXY": "http://u:hunter2@proxy:3128"}})
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["hub_token", "push_to_hub_token"])
+def test_a_trainer_has_no_token(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"trainer.{name} cannot be set here: a recipe is no place for secrets"
+    ) as error:
+        with_overrides(SURVIVAL, {f"stages.0.trainer.{name}": "hunter2"})
     assert "hunter2" not in str(error.value)
 
 
@@ -342,14 +384,6 @@ def test_a_glob_may_begin_with_a_bracket(glob: str) -> None:
     assert source == (glob if glob != "[0-9]" else ["0-9"]), "a text that ends with its bracket is a list"
 
 
-def test_secrets_in_all_sources_are_left_out_of_reports() -> None:
-    signed = "https://user:pass@host/v.jsonl?signature=secret"
-    recipe = with_overrides(SURVIVAL, {**OWN_VALIDATION, "data_source": [signed, "a.jsonl"],
-                                                      "data.validation_source": signed})  # fmt: skip
-    data = recipe.public_dump()["data"]
-    assert data["source"] == ["https://host/v.jsonl", "a.jsonl"] and data["validation_source"] == "https://host/v.jsonl"
-
-
 def test_the_validation_share_is_a_tenth_unless_there_are_own_validation_rows() -> None:
     data = {"source": "x", "columns": {"a": "{a}"}}
     assert Data(**data, split_by="a").validation_share == 0.1
@@ -428,3 +462,27 @@ def test_overrides_do_not_change_the_callers_values() -> None:
     overrides = {"model.small": small, "model.small.model_type": "llama"}
     assert with_overrides(SURVIVAL, overrides).model.small.model_type == "llama"
     assert small["model_type"] == "smollm3"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("prompt.system", "x" * 130_000),
+        ("prompt.system", "\u00e9" * 30_000),
+        ("prompt.system", '"' * 50_000),
+        ("demo.questions", ["short", "y" * 130_000]),
+        ("data_source", [f"{i}/{'z' * 3000}.jsonl" for i in range(25)]),
+    ],
+)
+def test_a_recipe_that_no_argument_can_hold_is_refused(key: str, text: Any) -> None:
+    with pytest.raises(UserError, match=r"it is too long by [0-9,]+ characters, as a program's argument; the longest"):
+        with_overrides(SURVIVAL, {key: text})
+
+
+def test_the_longest_recipe_is_an_argument() -> None:
+    recipe = with_overrides(SURVIVAL, {"prompt.system": 'a"\u00e9' * 9_000})
+    assert len(recipe.to_json()) > 40_000
+    argument = json.dumps({"inputs": {"parameterValues": {"recipe": recipe.to_json(), "data_dir": "/d" * 2000}}})
+    assert subprocess.run(["true", argument], check=False).returncode == 0
+    with pytest.raises(UserError, match=r"the longest text is prompt.system \(36,000\); shorten it"):
+        with_overrides(recipe, {"prompt.system": 'a"\u00e9\u00e9' * 9_000})
