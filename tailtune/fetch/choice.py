@@ -107,7 +107,7 @@ def local_files(source: str) -> list[Path] | None:
     if "://" in source:
         return None
     try:
-        path = Path(os.path.expanduser(source))
+        path = Path(source).expanduser()
         if path.is_dir():
             names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
             return [path / name for name in choose_files(names, Wanted(str(path)))]
@@ -115,7 +115,7 @@ def local_files(source: str) -> list[Path] | None:
             return [path]
         if files := matching_paths(path):
             return files
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
         raise UserError(f"data source {source[:300]} cannot be read: {one_line(error)}", "check the path") from None
     raise UserError(
         f"data source {path} does not exist",

@@ -19,7 +19,7 @@ import huggingface_hub as hub
 import requests
 from huggingface_hub import errors as hub_errors
 
-from tailtune.errors import UserError, one_line
+from tailtune.errors import UserError
 from tailtune.fetch import transfer
 from tailtune.fetch.choice import FORMATS_SHOWN, Wanted, choose_files, local_files
 from tailtune.fetch.hub import hub_endpoint, hub_token, query_hub

@@ -39,9 +39,6 @@ def read_parquet(source: Source, columns: Columns) -> Iterator[Record]:
                 raise UserError(
                     f"column '{name}' is {data_type}, not text or numbers", "map another column in data.columns"
                 )
-            if _depth(data_type) > source_lines.MAX_DEPTH:
-                problem = f"column '{name}' is nested more than {source_lines.MAX_DEPTH} levels deep"
-                raise UserError(problem, "leave it out of data.columns")
         number = num_bytes = 0
         with Progress("parquet: row", file.metadata.num_rows, "rows") as progress:
             for batch in file.iter_batches(_batch_rows(file.metadata, found), columns=found, use_threads=False):
@@ -190,10 +187,6 @@ def _num_fields(data_type: pa.DataType) -> int:
     """Return the number of fields of a type, with those of its fields."""
     fields = (data_type.field(index).type for index in range(data_type.num_fields))
     return data_type.num_fields + sum(map(_num_fields, fields))
-
-
-def _depth(data_type: pa.DataType) -> int:
-    return max((1 + _depth(data_type.field(index).type) for index in range(data_type.num_fields)), default=0)
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:

@@ -8,6 +8,7 @@ of the files, and of the rows in each. The split into train and validation is co
 
 import json
 import string
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ ROW_GROUP_BYTES = 32 << 20
 COMPRESSION_LEVEL = 11
 """zstd's level. Measurements: the section on Parquet in BENCHMARKS.md."""
 NUM_EXAMPLES = 5
+PLACEHOLDERS = pa.array(["none", "null", "nan", "inf", "-inf", "infinity", "-infinity", "undefined", "n/a"])
+"""What programs write for a value that is missing or no number; a text that says only this may be one of them."""
 MAX_COLUMNS = 1000
 """Names of columns in bad rows that are kept for a message; there may be another one in each row."""
 
@@ -100,6 +103,9 @@ def write_parquet(source: Path, directory: Path, data: Data, prompt: Prompt | No
                 raise error
             if side.num_rejected:
                 log.warning("parquet: %s", side.describe_rejects(data))
+            for (column, text), num_rows in sorted(side.placeholders.items()):
+                words = "parquet: column '%s' says only '%s' in %s rows: if that means a missing value, leave them out"
+                log.warning(words, column, text, f"{num_rows:,}")
         facts.update(
             num_rows=sum(side.num_rows for side in sides),
             num_rejected=sum(side.num_rejected for side in sides),
@@ -222,6 +228,8 @@ class _Side:
     num_on_both_sides: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
     """The first NUM_EXAMPLES rejects."""
+    placeholders: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows in which a column says only one of PLACEHOLDERS: by column and text."""
     missing: UserError | None = None
     """Which column a file lacks, where no row of it is good."""
     seen: set[bytes] = field(default_factory=set)
@@ -316,6 +324,7 @@ def _convert_file(
                     side.num_on_both_sides += sum(question in train.questions for question in questions)
                 table = table.append_column(IS_VALIDATION, pa.repeat(file.is_validation, len(table)))
             parquet_file.append(table)
+            side.placeholders += _placeholders(table)
             _write_rejects(rejects, file.name, rejects_file)
             side.num_rows += num_fresh
             side.num_duplicates += len(fresh) - num_fresh
@@ -347,6 +356,18 @@ def _up_to_max_rows(
     last = int(np.flatnonzero(fresh)[max_rows - num_rows - 1])
     rejects = [reject for reject in batch.rejects if reject.line < batch.lines[last]]
     return table.slice(0, last + 1), fresh[: last + 1], rejects, True
+
+
+def _placeholders(table: pa.Table) -> Counter[tuple[str, str]]:
+    """Return how often a column says only one of PLACEHOLDERS, by column and text."""
+    found: Counter[tuple[str, str]] = Counter()
+    for name in table.column_names:
+        if pa.types.is_string(table[name].type):
+            short = table[name].filter(pc.less_equal(pc.binary_length(table[name]), 20))
+            texts = pc.utf8_trim_whitespace(short)
+            texts = texts.filter(pc.is_in(pc.utf8_lower(texts), PLACEHOLDERS))
+            found.update((name, text) for text in texts.to_pylist())
+    return found
 
 
 def _file(name: str) -> dict[str, str]:

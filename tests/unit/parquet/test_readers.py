@@ -17,7 +17,7 @@ from converted import ENCODINGS, convert, data_of, make_rows, rejects_of, rows_o
 
 from tailtune.errors import UserError
 from tailtune.parquet import lines as source_lines
-from tailtune.parquet import readers
+from tailtune.parquet import parquet_reader, readers
 from tailtune.parquet.lines import Columns
 from tailtune.parquet.write import write_parquet
 
@@ -351,6 +351,171 @@ def test_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, mes
 def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist; check data\.source"):
         write_parquet(tmp_path / "data.jsonl", tmp_path / "out", texts())
+
+
+def test_elements_of_an_array_that_any_part_of_the_file_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [{"a": "x\\"}, {"a": '"[,'}, {"a": "y", "b": [{"c": "]"}]}]
+    elements = [*map(json.dumps, good), "", json.dumps({"a": "long " * 9})]
+    array = "\n [" + ",\n".join(elements) + "]\n\n"
+    for num_bytes in range(1, len(array) + 1):
+        monkeypatch.setattr(source_lines, "BATCH_BYTES", num_bytes)
+        facts = convert(tmp_path, "data.json", array, texts(max_row_bytes=40))
+        assert [row["a"] for row in rows_of(facts)] == ["x\\", '"[,', "y"], num_bytes
+        assert rejects_of(facts) == [(6, "row longer than data.max_row_bytes 40")], num_bytes
+        (facts.path.parent / "manifest.json").unlink()  # convert again
+
+
+def test_a_row_behind_too_much_white_space_is_not_lost(tmp_path: Path) -> None:
+    facts = convert(tmp_path, "data.jsonl", '{"a": "x"}\n' + " " * 300 + '{"a": "y"}\n', texts(max_row_bytes=200))
+    assert rejects_of(facts) == [(2, "row longer than data.max_row_bytes 200")]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.json.zst", "data.csv.gz", "data.txt.zst", "data.parquet.gz"])
+def test_what_decompression_yields_is_limited(tmp_path: Path, name: str) -> None:
+    content = b"PAR1" + b"\0" * 200_000
+    compressed = gzip.compress(content) if name.endswith("gz") else pa.compress(content, codec="zstd", asbytes=True)
+    words = r"has more bytes than data.max_file_bytes 100,000, decompressed; raise it, or split the file"
+    with pytest.raises(UserError, match=words):
+        data = data_of({"text": "{text}"}, max_file_bytes=100_000, **({} if "txt" in name else {"format": "jsonl"}))
+        if "parquet" in name:
+            data = data.model_copy(update={"format": "auto"})
+        convert(tmp_path, name, compressed[:1] + compressed[1:], data)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_compressed_parquet_that_would_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_reader, "free_bytes", lambda _: 100_000)
+    words = r"does not fit decompressed into half of the 100,000 free bytes of .*; decompress it where there is space"
+    with pytest.raises(UserError, match=words):
+        convert(tmp_path, "data.parquet.gz", gzip.compress(b"PAR1" + b"\0" * 60_000), texts())
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_long_parquet_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_lines, "BATCH_BYTES", 100)
+    values = ["x", "y" * 90, "z" * 90, "v" * 1000, "w", "u" * 201]
+    pq.write_table(pa.table({"a": values}), tmp_path / "data.parquet")
+    facts = write_parquet(tmp_path / "data.parquet", tmp_path / "out", texts(max_row_bytes=200))
+    assert [row["a"] for row in rows_of(facts)] == ["x", "y" * 90, "z" * 90, "w"]
+    reason = "row longer than data.max_row_bytes 200"
+    assert rejects_of(facts) == [(4, reason), (6, reason)]
+
+
+def test_numbers_of_parquet_that_are_none(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1.5, float("nan"), float("inf"), float("-inf")]}), tmp_path / "data.parquet")
+    data = data_of({"a": "{a}{a}"}, optional_columns=["a"], max_rejected_share=1)
+    facts = write_parquet(tmp_path / "data.parquet", tmp_path / "out", data.model_copy(update={"optional_columns": []}))
+    assert rejects_of(facts) == [(2, "column 'a' is null"), (3, "a number is infinite"), (4, "a number is infinite")]
+    facts = write_parquet(tmp_path / "data.parquet", tmp_path / "optional", data)
+    assert facts.num_rejected == 2, "an infinite number is no missing value"
+
+
+def test_numbers_that_are_too_large(tmp_path: Path) -> None:
+    rows = '{"a": [1.5]}\n{"a": [1e999]}\n{"a": [-1' + "0" * 400 + "]}\n"
+    facts = convert(tmp_path, "data.jsonl", rows, texts())
+    reason = "column 'a' contains a number that is too large"
+    assert rejects_of(facts) == [(2, reason), (3, reason)]
+
+
+def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
+    """Parquet has a limit of its own, and so has Python's JSON for what is not read."""
+    deep: Any = "x"
+    for _ in range(70):
+        deep = [deep]
+    facts = convert(tmp_path, "data.jsonl", json.dumps({"a": ["x"]}) + "\n" + json.dumps({"a": deep}), texts())
+    assert rejects_of(facts) == [(2, "column 'a' is nested more than 64 levels deep")]
+    pq.write_table(pa.table({"a": [deep]}), tmp_path / "data.parquet")
+    with pytest.raises(UserError, match="schema too deeply nested"):
+        write_parquet(tmp_path / "data.parquet", tmp_path / "other", texts())
+
+
+def test_texts_that_stand_for_a_missing_value_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "tailtune")
+    rows = [{"a": f"q{i}", "b": text} for i, text in enumerate(["None", "None ", "NaN", "Nanny", "-Infinity", "x"])]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    convert(tmp_path, "data.jsonl", content, data_of({"a": "{a}", "b": "{b}"}))
+    assert [message for message in caplog.messages if "says only" in message] == [
+        f"parquet: column 'b' says only '{text}' in {count} rows: if that means a missing value, leave them out"
+        for text, count in (("-Infinity", 1), ("NaN", 1), ("None", 2))
+    ]
+
+
+def test_reasons_and_names_of_any_length_are_cut(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="column 'a' is not in the data") as caught:
+        convert(tmp_path, "data.jsonl", json.dumps({"x" * 100_000: 1}), texts())
+    assert len(str(caught.value)) < 300
+    assert len(source_lines.BadRow("x" * 100_000).reason) < 400
+
+
+def test_quotes_that_are_never_closed_end_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line can open a quote in which all that follow stay: reading all of them again would take hours."""
+    monkeypatch.setattr(readers, "REREAD_BYTES", 100_000)
+    with pytest.raises(UserError, match=r"line \d+ and many before it have a quote that is never closed"):
+        convert(tmp_path, "data.csv", "a,b\n" + 'a","\n' * 10_000, texts())
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tailtune.errors import UserError
+from tailtune.parquet.write import write_parquet
+from tailtune.recipe.schema import Data
+data = Data(source="x", columns={"a": "{a}"}, split_by="a", max_rejected_share=1, max_row_bytes=1_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    facts = write_parquet(Path(sys.argv[1]), Path(sys.argv[2]), data)
+    print(facts.num_rows, facts.num_rejected, end=" ")
+except UserError as error:
+    print(str(error).partition(":")[0], end=" ")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def repeated(path: Path) -> None:
+    """2 GB of rows, which a dictionary of four values repeats."""
+    dictionary = pa.array([str(i) * 10_000_000 for i in range(4)])
+    values = pa.DictionaryArray.from_arrays(pa.array([i % 4 for i in range(200)], pa.int32()), dictionary)
+    pq.write_table(pa.table({"a": values}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+
+
+def zipped(first: bytes, part: bytes, last: bytes) -> Callable[[Path], None]:
+    """200 MB of a part."""
+
+    def write(path: Path) -> None:
+        with gzip.open(path, "wb", 1) as file:
+            file.write(first)
+            for _ in range(200):
+                file.write(part * (1_000_000 // len(part)))
+            file.write(last)
+
+    return write
+
+
+ROW_OF_100_KB = b'{"b": 1, "a": "' + b"x" * 100_000 + b'"},'
+BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "spaces.json.gz": (zipped(b"", b" ", b""), "no row is left"),
+    "repeated.parquet": (repeated, "no row is left"),
+    "spaces.jsonl.gz": (zipped(b"", b" ", b'{"a": "x"}'), "no row is left"),
+    "before.json.gz": (zipped(b"", b"\n", b'[{"a": "x"}]'), "1 0"),
+    "within.json.gz": (zipped(b'[{"a": "x"},', b" ", b'{"a": "y"}]'), "2 0"),
+    "array.json.gz": (zipped(b"[", ROW_OF_100_KB, b"]"), "1 0"),
+    "lists.jsonl.gz": (zipped(b'{"a": "x"}\n{"b":', b"[", b"\n"), "1 1"),
+    "text.txt.gz": (zipped(b"", b"x", b""), "no row is left"),
+    "zeros.parquet.gz": (zipped(b"", b"\0", b""), "zeros.parquet.gz cannot be read as parquet, gzip"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if index > 1 else ()) for index, name in enumerate(BOMBS)]
+)
+def test_memory_is_bounded_by_the_longest_row(tmp_path: Path, name: str) -> None:
+    write, outcome = BOMBS[name]
+    write(tmp_path / name)
+    program = LIMITED.replace('"{a}"', '"{text}"') if "txt" in name else LIMITED
+    command = [sys.executable, "-c", program, str(tmp_path / name), str(tmp_path / "out")]
+    shown, grown_mib = subprocess.run(command, check=True, capture_output=True, text=True).stdout.rsplit(" ", 1)
+    assert shown.removeprefix(f"{tmp_path}/") == outcome
+    assert float(grown_mib) < (600 if name == "repeated.parquet" else 150)
 
 
 MEMORY = """
