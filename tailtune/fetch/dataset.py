@@ -237,7 +237,8 @@ def _open_http(url: str, headers: Mapping[str, str], offset: int, version: str |
         if isinstance(error, requests.RequestException) and not isinstance(error, requests.exceptions.InvalidURL):
             raise
         raise UserError(
-            f"{without_secrets(url)} is, or leads to, an invalid address", "check the address and its variables"
+            f"{without_secrets(url)} cannot be fetched: it is, or leads to, an invalid address",
+            "check the address and its variables",
         ) from None
     with response:
         etag, length = response.headers.get("ETag"), response.headers.get("Content-Length")
