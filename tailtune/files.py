@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import uuid
 from contextlib import suppress
 from glob import glob, has_magic
@@ -98,19 +97,19 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text by rename, so that a reader sees either the old file or the complete new one.
 
-    A file that contains the text already is not touched, so its modification time stays.
+    A file that contains the text already is not touched, so its modification time stays. The umask says who may read
+    a file.
     """
     if path.is_file() and path.read_bytes() == text.encode("utf-8", "backslashreplace"):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-        os.chmod(temporary, 0o664)  # mkstemp's 0600 would lock out the other pods' user
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

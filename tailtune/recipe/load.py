@@ -8,6 +8,7 @@ of ranks that are started by hand, they override everything.
 """
 
 import copy
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from tailtune.files import matching_paths, parse_json
 from tailtune.log import log
 from tailtune.recipe.addresses import REMEDY, without_secrets
 from tailtune.recipe.schema import REMOVED_TAIL_KEYS, RENAMED, UNION_TAGS, Recipe
-from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown
+from tailtune.recipe.values import check_values, cut, parse_value, parse_yaml, shown, texts
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 PARAMETERS: dict[str, str] = {
@@ -59,6 +60,8 @@ FREE_KEYS = ("trainer", "columns", "local", "environment", "node_selector")
 """Mappings whose keys the user chooses."""
 MAX_BYTES = 512 << 10
 """Of a recipe file."""
+MAX_ARGUMENT = 120_000
+"""Characters. Linux takes 128 KiB in one argument, which has a run's directories and parameters as well."""
 
 
 def list_recipes() -> list[str]:
@@ -248,13 +251,24 @@ def _validate(raw: dict[str, Any], source: str, folder: Path | None = None) -> R
     """Return the recipe. Paths in it are relative to `folder`."""
     check_values(raw, source)
     try:
-        return Recipe.model_validate(_with_absolute_paths(raw, folder) if folder else raw)
+        recipe = Recipe.model_validate(_with_absolute_paths(raw, folder) if folder else raw)
     except ValidationError as error:
         # an unknown key first: it is the likely cause of a key that is missing
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         described = "; ".join(_describe(problem) for problem in problems[:3])
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"recipe {source}: {described}{more}") from None
+    _check_size(recipe, source)
+    return recipe
+
+
+def _check_size(recipe: Recipe, source: str) -> None:
+    """Raise UserError for a recipe that does not fit, with its escapes and its sources, into one argument of a step."""
+    size = len(json.dumps(recipe.to_json())) + len(json.dumps(json.dumps(recipe.data.source)))
+    if size > MAX_ARGUMENT:
+        key, text = max(texts(recipe.model_dump(mode="json")), key=lambda item: len(item[1]))
+        problem = f"recipe {source}: it is too long by {size - MAX_ARGUMENT:,} characters, as a program's argument"
+        raise UserError(f"{problem}; the longest text is {cut(key)} ({len(text):,})", "shorten it")
 
 
 def _describe(problem: Any) -> str:

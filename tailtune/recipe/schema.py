@@ -27,7 +27,7 @@ from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
 from tailtune.recipe.addresses import check_address, check_plain, literal, without_secrets
-from tailtune.recipe.values import parse_yaml
+from tailtune.recipe.values import parse_yaml, texts
 
 Quantity = Annotated[
     str,
@@ -73,23 +73,14 @@ def _check_environment(environment: Any) -> Any:
 
 def _check_overlay(overlay: Any) -> Any:
     """Look for secrets in the addresses that are used only later."""
-
-    def check(value: Any, name: str) -> None:
-        if isinstance(value, dict):
-            for key, each in value.items():
-                check(each, str(key).rpartition(".")[2])
-        elif isinstance(value, list):
-            for each in value:
-                check(each, name)
-        elif isinstance(value, str) and name in ADDRESSES:
-            check_address(value)
-
-    check(overlay, "")
+    for key, text in texts(overlay):
+        if ADDRESS_KEY.fullmatch(key):
+            check_address(text)
     return overlay
 
 
-ADDRESSES = ("source", "validation_source", "data_source", "base_model")
-"""Keys and run parameters whose values are addresses or paths."""
+ADDRESS_KEY = re.compile(r"(.*\.)?((validation_|data_)?source|base_model)(\.\d+)?")
+"""Of an address or a path."""
 
 
 Environment = Annotated[

@@ -6,6 +6,7 @@ Whoever writes the text, it becomes texts, finite numbers, booleans, nulls, list
 import math
 import re
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -151,6 +152,15 @@ def check_values(raw: Any, source: str) -> None:
                 rest += [(key, path), (each, (*path, key))]
         elif isinstance(value, list):
             rest += [(each, (*path, index)) for index, each in enumerate(value)]
+
+
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of every text in plain values, and the text."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts(each, f"{key}.{name}" if key else str(name))
 
 
 def _why_not_plain(value: Any, depth: int) -> str:

@@ -462,3 +462,27 @@ def test_overrides_do_not_change_the_callers_values() -> None:
     overrides = {"model.small": small, "model.small.model_type": "llama"}
     assert with_overrides(SURVIVAL, overrides).model.small.model_type == "llama"
     assert small["model_type"] == "smollm3"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("prompt.system", "x" * 130_000),
+        ("prompt.system", "\u00e9" * 30_000),
+        ("prompt.system", '"' * 50_000),
+        ("demo.questions", ["short", "y" * 130_000]),
+        ("data_source", [f"{i}/{'z' * 3000}.jsonl" for i in range(25)]),
+    ],
+)
+def test_a_recipe_that_no_argument_can_hold_is_refused(key: str, text: Any) -> None:
+    with pytest.raises(UserError, match=r"it is too long by [0-9,]+ characters, as a program's argument; the longest"):
+        with_overrides(SURVIVAL, {key: text})
+
+
+def test_the_longest_recipe_is_an_argument() -> None:
+    recipe = with_overrides(SURVIVAL, {"prompt.system": 'a"\u00e9' * 9_000})
+    assert len(recipe.to_json()) > 40_000
+    argument = json.dumps({"inputs": {"parameterValues": {"recipe": recipe.to_json(), "data_dir": "/d" * 2000}}})
+    assert subprocess.run(["true", argument], check=False).returncode == 0
+    with pytest.raises(UserError, match=r"the longest text is prompt.system \(36,000\); shorten it"):
+        with_overrides(recipe, {"prompt.system": 'a"\u00e9\u00e9' * 9_000})
