@@ -1,7 +1,8 @@
 """The base class of every configuration, the length of rows, and templates over their columns."""
 
+import re
 import string
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,13 @@ def template_fields(template: str) -> list[str]:
         if specification or conversion:
             raise ValueError(f"template '{template}': '{name}' is followed by ':' or '!'; write {{{name}}}")
     return [name for _, name, _, _ in parts if name]
+
+
+def refuse_doubled(key: str, template: str, columns: Container[str]) -> None:
+    """Raise ValueError for a column in doubled braces, as other template languages have them: here they are a text."""
+    for name in re.findall(r"(?<!\{)\{\{\s*([^{}]+?)\s*\}\}(?!\})", template):
+        if name in columns:
+            raise ValueError(f"{key} has {{{{{name}}}}}, which is the text {{{name}}} for every row; write {{{name}}}")
 
 
 def copied_column(template: str) -> str | None:

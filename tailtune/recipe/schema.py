@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from tailtune import images
-from tailtune.config import Config, copied_column, template_fields
+from tailtune.config import Config, copied_column, refuse_doubled, template_fields
 from tailtune.errors import did_you_mean
 from tailtune.kinds import metric_table
 from tailtune.kinds.chat.config import Demo, Evaluation, Generation, Prompt
@@ -211,12 +211,14 @@ class Data(Config):
 
     @model_validator(mode="after")
     def _templates_are_sound(self) -> "Data":
+        used = {name for template in self.columns.values() for name in template_fields(template)}
         for column, template in self.columns.items():
+            refuse_doubled(f"columns.{column}", template, used | set(self.columns))
             if not template_fields(template):
                 raise ValueError(
-                    f"columns.{column} names no source column; write for example '{{{template.strip() or 'question'}}}'"
+                    f"columns.{column} names no source column; write for example "
+                    f"'{{{template.strip('{ }') or 'question'}}}'"
                 )
-        used = {name for template in self.columns.values() for name in template_fields(template)}
         for name in self.optional_columns:
             if name not in used:
                 raise ValueError(f"optional_columns names '{name}', which columns does not use; "
@@ -509,6 +511,7 @@ class Recipe(Config):
                                  f"is; write for example '{{{template_fields(template)[0]}}}'")  # fmt: skip
             return self
         for field in ("user", "assistant"):
+            refuse_doubled(f"prompt.{field}", getattr(self.prompt, field), self.data.columns)
             for column in template_fields(getattr(self.prompt, field)):
                 if column not in self.data.columns:
                     raise ValueError(

@@ -486,3 +486,8 @@ def test_the_longest_recipe_is_an_argument() -> None:
     assert subprocess.run(["true", argument], check=False).returncode == 0
     with pytest.raises(UserError, match=r"the longest text is prompt.system \(36,000\); shorten it"):
         with_overrides(recipe, {"prompt.system": 'a"\u00e9\u00e9' * 9_000})
+
+
+@pytest.mark.parametrize("user", ["{{x}} {full-question}", "{{{full-question}}}", "{{ {full-question} }}"])
+def test_doubled_braces_are_braces(user: str) -> None:
+    assert with_overrides(SURVIVAL, {"prompt.user": user}).prompt.user == user
