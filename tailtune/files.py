@@ -109,23 +109,24 @@ def read_json(path: Path) -> Any:
     return value if isinstance(value, dict) else None
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
     """Write JSON (indented, UTF-8) so that a reader sees either the old file or the complete new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", private=private)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write UTF-8 text by rename, so that a reader sees either the old file or the complete new one.
 
-    A file that contains the text already is not touched, so its modification time stays. The umask says who may read
-    a file.
+    A file that contains the text already is not touched, so its modification time stays. Only its owner may read a
+    private file; who may read another one, says the umask.
     """
     if path.is_file() and path.read_bytes() == text.encode("utf-8", "backslashreplace"):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         temporary.replace(path)
     except BaseException:

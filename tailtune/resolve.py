@@ -106,7 +106,7 @@ def claim_directories(run: Run) -> None:
         free = ", ".join(f"{mount} {free_bytes(path) / 1e9:.0f} GB" for mount, path in directories)
         log.info("free on the volumes: %s", free)
     start_anew(run)
-    write_json(run.run_path, run.model_dump(mode="json"))
+    write_json(run.run_path, run.model_dump(mode="json"), private=run.local)  # on a cluster, pods have other users
 
 
 def _is_active(pipeline_run: str) -> bool:

@@ -33,11 +33,11 @@ def train_stage(run: Run, data_dir: Path, model_dir: Path) -> Path:
     key = training_key(recipe, recipe.stages[0], data_dir, model_dir)
     recipe_path = run.models_dir / "recipe.json"
     if read_manifest(run.best_model_dir, key):
-        write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
+        write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n", private=run.local)
         log.info("train: best_model/ is already complete, nothing to train")
         return run.best_model_dir
     refuse_other_checkpoints(run.models_dir / "checkpoints", key)
-    write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n")
+    write_text(recipe_path, recipe.model_dump_json(indent=2) + "\n", private=run.local)
     job = make_job(run, data_dir, model_dir, recipe_path)
     if run.local:
         local.run_job(job)

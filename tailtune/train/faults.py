@@ -19,6 +19,7 @@ FROM_OUTSIDE = (
     r"|CUDA error(?!: device-side assert)|I/O error|os error|PytorchStreamWriter|No space left|Stale file handle"
 )
 """Messages of errors that another rank, the network, a volume, a GPU or its driver has caused."""
+NO_SPACE = r"No space left|Disk quota exceeded"
 BROKEN_VOLUME = r"Input/output error|Stale file handle|No space left"
 FAULTY_INPUT = (
     *(ValueError, TypeError, ImportError, AttributeError, LookupError, ArithmeticError),
@@ -31,7 +32,7 @@ FAULTY_INPUT = (
 def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> Iterator[None]:
     """Raise UserError for an exception inside the block that would occur again, after printing its traceback.
 
-    These are: too little memory on the GPU or host, and, unless the cause is outside this process, a FAULTY_INPUT
+    These are: too little memory on the GPU or host, a full disk, and, unless the cause is outside this process, a FAULTY_INPUT
     before the first step, and an exception from the same line at the same step as in the attempt before, which
     `last_error-RANK.json` in `output` remembers.
     """
@@ -59,6 +60,11 @@ def _explain(error: Exception, last_path: Path, step: int) -> UserError | None:
         return UserError(
             f"out of memory on the host at step {step}: {text}",
             "raise the job's resources.memory, or set stages.0.tail.cache=disk",
+        )
+    if re.search(NO_SPACE, text):
+        return UserError(
+            f"the disk is full at step {step}: {text}",
+            "make room on the volume of the models and run again; training resumes from its last checkpoint",
         )
     if any(isinstance(each, OSError | dist.DistError) or re.search(FROM_OUTSIDE, str(each)) for each in _causes(error)):
         return None

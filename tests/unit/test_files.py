@@ -34,3 +34,9 @@ def test_a_file_without_one_json_object_is_as_none(text: str, tmp_path: Path) ->
 
 def test_equal_keys_at_different_places_are_good() -> None:
     assert parse_json('{"a": {"a": [{"a": 1}, {"a": 2}]}}') == {"a": {"a": [{"a": 1}, {"a": 2}]}}
+
+
+def test_a_private_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("readable before")
+    write_json(tmp_path / "run.json", {"a": 1}, private=True)
+    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600
