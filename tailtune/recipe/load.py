@@ -258,6 +258,7 @@ def _validate(raw: dict[str, Any], source: str, folder: Path | None = None) -> R
         described = "; ".join(_describe(problem) for problem in problems[:3])
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"recipe {source}: {described}{more}") from None
+    check_values(recipe.model_dump(mode="json"), source)  # a text may have become a number
     _check_size(recipe, source)
     return recipe
 
