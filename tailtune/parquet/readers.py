@@ -253,6 +253,7 @@ def _read_csv(file: io.BufferedReader, source: Source, columns: Columns | None) 
             break
         except (csv.Error, _TooLong) as error:
             if header is None:
+                _check_header([], lines.taken[0][1], columns, source)
                 why = str(error) or "its quote is never closed"
                 raise UserError(f"the CSV header cannot be read: {why}", "correct the first line") from None
             reason = "a quote is opened and never closed" if lines.at_end or not str(error) else str(error)
@@ -290,7 +291,7 @@ def _check_header(header: list[str], text: str, columns: Columns | None, source:
         return
     for delimiter, name in DELIMITERS.items():
         names = text.split(delimiter)
-        if len(names) > 1 and (len(header) == 1 or lacking & {each.strip('" \r') for each in names}):
+        if len(names) > 1 and (len(header) <= 1 or lacking & {each.strip('" \r') for each in names}):
             program = "import csv,sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))"
             remedy = f'convert it with python -c "{program.format(delimiter)}" < FILE > NEW'
             raise UserError(f"the columns of {source.path} are separated by {name}, not commas", remedy)
