@@ -32,9 +32,9 @@ FAULTY_INPUT = (
 def stop_repeated_faults(output: Path, rank: int, step: Callable[[], int]) -> Iterator[None]:
     """Raise UserError for an exception inside the block that would occur again, after printing its traceback.
 
-    These are: too little memory on the GPU or host, a full disk, and, unless the cause is outside this process, a FAULTY_INPUT
-    before the first step, and an exception from the same line at the same step as in the attempt before, which
-    `last_error-RANK.json` in `output` remembers.
+    These are: too little memory on the GPU or host, a full disk, and, unless the cause is outside this process, a
+    FAULTY_INPUT before the first step, and an exception from the same line at the same step as in the attempt before,
+    which `last_error-RANK.json` in `output` remembers.
     """
     last_path = output / f"last_error-{rank}.json"
     try:

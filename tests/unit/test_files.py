@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tailtune.files import parse_json, read_json, write_text
+from tailtune.files import parse_json, read_json, write_json, write_text
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])

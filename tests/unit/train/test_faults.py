@@ -52,7 +52,7 @@ def test_another_line_is_another_error(tmp_path: Path) -> None:
      (MemoryError(), "out of memory on the host at step 7: MemoryError"),
      (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
       "out of memory on the host"),
-     (OSError(28, "No space left on device"), "the disk is full at step 7: OSError: [Errno 28] No space left on device"),
+     (OSError(28, "No space left on device"), "the disk is full at step 7: OSError: [Errno 28] No space"),
      (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full at step 7: ")],
 )  # fmt: skip
 def test_too_little_memory_or_disk_is_not_repeated_at_all(tmp_path: Path, error: Exception, message: str) -> None:
