@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailtune.config import copied_column, fill_template, template_fields
-from tailtune.errors import UserError
+from tailtune.errors import UserError, printable
 from tailtune.fetch.choice import local_files
 from tailtune.imports import installed_version, require_train
 from tailtune.log import log
@@ -152,7 +152,8 @@ def inspect_sources(
     """
     if write_to:
         check_new_file(write_to)
-    yield from _describe(sources, recipe, write_to, parameters)
+    for line in _describe(sources, recipe, write_to, parameters):
+        yield printable(line, newline=False)
 
 
 def _describe(sources: list[str], recipe: Recipe, write_to: Path | None, parameters: Sequence[str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"local_rank": 3}, "local_rank cannot be set"),
     ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs cannot be set"),
     ({"hub_model_id": "a/b"}, "hub_model_id cannot be set: upload best_model/"),
-    ({"hub_token": "secret"}, "hub_token cannot be set: upload best_model/"),
+    ({"hub_token": "secret"}, "is no place for secrets"),
     ({"save_strategy": "best"}, "save_strategy is 'best'; use steps or epoch"),
     ({"eval_strategy": "sometimes"}, "eval_strategy is 'sometimes'; use steps or epoch"),
     ({"eval_strategy": "epoch", "save_strategy": "steps"}, "requires the save and eval strategy to match"),
