@@ -218,9 +218,9 @@ def _file_name(path: str) -> str:
 
 @contextmanager
 def _open_local(path: Path, offset: int, version: str | None) -> Iterator[Body]:
-    before = _version(path)
-    with path.open("rb") as file:
-        yield Body(0, path.stat().st_size, str(before), iter(lambda: file.read(CHUNK_BYTES), b""))
+    before, size = _version(path), path.stat().st_size
+    with path.open("rb") as file:  # it is not read further than its size was, or one that grows might never end
+        yield Body(0, size, str(before), iter(lambda: file.read(min(CHUNK_BYTES, size - file.tell())), b""))
     if _version(path) != before:
         raise UserError(f"{path} was changed while it was read", "wait until it is complete, and run again")
 

@@ -484,8 +484,9 @@ class _ParquetFile:
         self._schema = schema
         self.marked = IS_VALIDATION in schema.names
         texts = [name for field in schema for name in _text_paths(field.name, field.type)]
+        self._file = pa.OSFile(str(path), "wb")
         self._writer = pq.ParquetWriter(
-            path,
+            self._file,
             self._schema,
             compression="zstd",
             compression_level=COMPRESSION_LEVEL,
@@ -501,15 +502,20 @@ class _ParquetFile:
         self._num_bytes = 0
 
     def append(self, table: pa.Table) -> None:
-        self._tables.append(table.cast(self._schema))
+        # Not `cast`: with pyarrow 26 it makes an invalid array of lists of objects in which a key is always null.
+        self._tables.append(pa.table(table.columns, schema=self._schema))
         self._num_bytes += table.nbytes
         if self._num_bytes >= ROW_GROUP_BYTES:
             self._write_row_group()
 
     def close(self) -> None:
-        if self._num_bytes:
-            self._write_row_group()
-        self._writer.close()
+        try:
+            if self._num_bytes:
+                self._write_row_group()
+            self._writer.close()
+        finally:  # after an error, the writer leaves the file open, and tries again when it is deleted
+            self._writer.is_open = False
+            self._file.close()
 
     def _write_row_group(self) -> None:
         self._writer.write_table(pa.concat_tables(self._tables))

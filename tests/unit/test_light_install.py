@@ -32,7 +32,8 @@ def write_metadata(folder: Path) -> None:
     extras = {extra: [Requirement(text) for text in texts] for extra, texts in EXTRAS.items()}
     lines = [f"Metadata-Version: 2.4\nName: tailtune\nVersion: {tailtune.__version__}"]
     lines += [f"Requires-Dist: {text}" for text in PROJECT["dependencies"]]
-    lines += [f'Requires-Dist: {text} ; extra == "{extra}"' for extra, texts in extras.items() for text in texts]
+    lines += [f"Requires-Dist: {text} {'and' if text.marker else ';'} extra == \"{extra}\""
+              for extra, texts in extras.items() for text in texts]  # fmt: skip
     (folder / f"tailtune-{tailtune.__version__}.dist-info").mkdir()
     (folder / f"tailtune-{tailtune.__version__}.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
 

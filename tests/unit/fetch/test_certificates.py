@@ -31,12 +31,14 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
 
 
 def test_the_mounted_bundle_is_trusted_by_every_client(
-    own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     address, certificate = own_server
     source = f"{address}/rows.jsonl"
-    with pytest.raises(UserError, match=r"(?i)certificate"):
+    words = r"could not be fetched: the certificate is not trusted \(self-signed.*\); name .* TAILTUNE_CA_FILE$"
+    with pytest.raises(UserError, match=words):
         fetch_dataset(source, tmp_path / "before")
+    assert "attempt" not in caplog.text, "another attempt does not help"
     monkeypatch.setenv("TAILTUNE_CA_FILE", str(certificate))
     trust_mounted_certificates()
     assert fetch_dataset(source, tmp_path / "after").path.is_file()
@@ -68,6 +70,28 @@ def test_a_file_without_a_certificate_is_refused(
     (tmp_path / "wrong.crt").write_text("a key, not a certificate")
     monkeypatch.setenv("TAILTUNE_CA_FILE", str(tmp_path / "wrong.crt"))
     with pytest.raises(UserError, match=r"contains no certificate; store PEM text under ca-bundle\.crt"):
+        trust_mounted_certificates()
+
+
+def test_a_directory_is_refused(own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILTUNE_CA_FILE", str(tmp_path))
+    with pytest.raises(UserError, match=r"TAILTUNE_CA_FILE is .*, a directory; name the PEM file in it"):
+        trust_mounted_certificates()
+
+
+def test_a_damaged_certificate(own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.crt").write_text(own_server[1].read_text().replace("MII", "MIX"))
+    monkeypatch.setenv("TAILTUNE_CA_FILE", str(tmp_path / "wrong.crt"))
+    with pytest.raises(UserError, match=r"wrong\.crt contains a damaged certificate"):
+        trust_mounted_certificates()
+
+
+def test_no_space_for_temporary_files(
+    own_server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILTUNE_CA_FILE", str(own_server[1]))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"temporary file: .*; free space for temporary files, or set TMPDIR"):
         trust_mounted_certificates()
 
 

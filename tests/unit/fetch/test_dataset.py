@@ -1,12 +1,16 @@
 """Data sets from a file, the package, and the hub. How bytes arrive: test_transfer.py."""
 
 import hashlib
+import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny_recipe
+from converted import data_of
 from datasets.data_files import DataFilesDict, get_data_patterns
 from fetched import DATA, SHA256, assert_complete, assert_nothing
 from servers import COMMIT, Reply, Server
@@ -15,7 +19,9 @@ from tailtune.errors import UserError
 from tailtune.fetch import hub
 from tailtune.fetch.choice import Wanted, choose_files, find_splits, local_files
 from tailtune.fetch.dataset import fetch_dataset
+from tailtune.fetch.model import fetch_model
 from tailtune.manifest import read_manifest
+from tailtune.parquet.write import write_parquet
 from tailtune.run import Run
 
 
@@ -56,6 +62,31 @@ def test_local_file(tmp_path: Path, target: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {source.name, target.name}
     assert not fetch_dataset(str(source), target).reused
     assert_complete(target, content=b"changed\n")
+
+
+def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path, target: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(DATA)
+    before = source.stat()
+    fetch_dataset(str(source), target)
+    source.write_bytes(DATA[::-1])
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not fetch_dataset(str(source), target).reused
+    assert_complete(target, content=DATA[::-1])
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(DATA)
+
+    def grow(*_: object) -> None:
+        with source.open("ab") as file:
+            file.write(b"x")
+
+    monkeypatch.setattr("tailtune.progress.Progress.update", grow)
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while it was read; wait until it is complete"):
+        fetch_dataset(str(source), target)
+    assert not target.exists()
 
 
 def test_embedded(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +445,100 @@ def test_hub_dataset_refusals(server: Server, target: Path, source: str, words: 
     with pytest.raises(UserError, match=words):
         fetch_dataset(f"hf://datasets/owner/{source}", target)
     assert_nothing(target)
+
+
+SHA = b'{"id": "owner/name", "sha": "' + COMMIT.encode() + b'", "siblings": '
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            b"<!doctype html><p>Log in",
+            r"does not answer as a hub: Expecting value.*check HF_ENDPOINT and the proxy",
+        ),
+        (b"", "does not answer as a hub"),
+        (b"[]", "does not answer as a hub"),
+        (b"{}", "does not answer as a hub"),
+        (b"[" * 100_000, "does not answer as a hub"),
+        (b"1" * 5000, "does not answer as a hub"),
+        (b'{"id": "owner/name", "sha": "../../x", "siblings": []}', "does not answer as a hub: it names no commit"),
+        (SHA + b"5}", "does not answer as a hub"),
+        (SHA + b'[{"rfilename": 5}]}', "does not answer as a hub: it lists a file without a sound name and size"),
+        (SHA + b'[{"rfilename": "a\\u0000.jsonl"}]}', "it lists a file without a sound name and size"),
+        (SHA + b'[{"rfilename": "\\ud800.jsonl"}]}', "it lists a file without a sound name and size"),
+        (SHA + b'[{"rfilename": "a.jsonl", "size": "x"}]}', "it lists a file without a sound name and size"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else repr(value[:60]),
+)
+def test_a_server_that_is_no_hub(answer: bytes, words: str, server: Server, target: Path) -> None:
+    for kind in ("datasets", "models"):
+        for path in ("", "/revision/main"):
+            server.replies[f"/api/{kind}/owner/name{path}"] = Reply(answer, content_type="text/html")
+    with pytest.raises(UserError, match=words):
+        fetch_dataset("hf://datasets/owner/name", target)
+    with pytest.raises(UserError, match=words):
+        fetch_model("owner/name", target)
+    assert_nothing(target)
+
+
+@pytest.mark.parametrize("configs", [7, [{"data_files": 5}], [{"data_files": [{"path": 5}, {"path": 6}]}]], ids=str)
+def test_a_card_that_cannot_be_read(configs: Any, server: Server, target: Path) -> None:
+    server.add_repo("datasets", "owner/name", {"a.jsonl": DATA, "b.jsonl": DATA}, card={"configs": configs})
+    with pytest.raises(UserError, match="card has configurations that cannot be read; append a file's name or a"):
+        fetch_dataset("hf://datasets/owner/name", target)
+    assert fetch_dataset("hf://datasets/owner/name/a.jsonl", target).bytes
+
+
+@pytest.mark.parametrize("token", ["hf_é", "hf a", "hf\x7f"])
+def test_a_token_that_is_none(token: str, server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match=r"the hub's token contains a space or another character .*; correct HF_TOKEN"):
+        fetch_dataset("hf://datasets/owner/name", target)
+    assert not server.requests
+
+
+@pytest.mark.parametrize("address", ["not a url", "http://", "ftp://x", "https://[::1", f"https://{'x' * 70}.org"])
+def test_addresses_of_servers_that_are_none(address: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(UserError, match=r"HF_ENDPOINT is '.*', which is no address; write https://HOST\[:PORT\]"):
+        fetch_dataset("hf://datasets/owner/name", target)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    with pytest.raises(UserError, match=r"AWS_ENDPOINT_URL or AWS_S3_ENDPOINT is '.*', which is no address"):
+        fetch_dataset("s3://bucket/data.jsonl", target)
+    assert_nothing(target)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/a%00b.jsonl", "a_b.jsonl"),
+        ("/a%0Ab.jsonl", "a_b.jsonl"),
+        ("/" + "x" * 254 + ".jsonl", "x" * 194 + ".jsonl"),
+        ("/" + "%C3%A9" * 120 + ".jsonl", "é" * 97 + ".jsonl"),
+        ("/a%2F..%2F..", "data"),
+    ],
+)
+def test_names_that_no_file_can_have(path: str, name: str, server: Server, target: Path) -> None:
+    server.replies[path] = Reply(DATA)
+    assert fetch_dataset(server.url + path, target).path.name == name
+
+
+@pytest.mark.parametrize("disk", ["full", "read-only"])
+def test_a_disk_that_takes_nothing(disk: str, small_disk: Path, tmp_path: Path) -> None:
+    """In the parquet step; what is left does not look complete to the next start."""
+    source = tmp_path / "data.jsonl"
+    rows = ({"a": hashlib.sha512(str(i).encode()).hexdigest()} for i in range(20_000))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "full": r"no space in .*disk: what is written does not fit, 2\d\d,\d+ bytes are free; remove old runs",
+        "read-only": r"cannot read or write .*disk.*Read-only file system.*; check the volume's access mode",
+    }[disk]
+    if disk == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(UserError, match=words):
+        write_parquet(source, small_disk / "parquet", data_of({"a": "{a}"}))
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_hub_that_stops_answering_is_given_up(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fetched import DATA, SHA256, assert_complete, assert_nothing, closed_port
+from http_server import HttpServer
 from servers import Reply, Server
 
 from tailtune import progress
@@ -196,11 +198,35 @@ def test_wrong_hash(server: Server, target: Path) -> None:
     assert_nothing(target)
 
 
-def test_web_page(server: Server, target: Path) -> None:
-    server.replies["/data.jsonl"] = Reply(b"<html>", content_type="text/html; charset=utf-8")
+@pytest.mark.parametrize("content_type", ["text/html; charset=utf-8", "Text/HTML", "application/octet-stream"])
+def test_web_page(server: Server, target: Path, content_type: str) -> None:
+    server.replies["/data.jsonl"] = Reply(b"\n<HTML>", content_type=content_type)
     with pytest.raises(UserError, match="is a web page, not a data file; use the link that downloads"):
         fetch_dataset(f"{server.url}/data.jsonl", target)
     assert_nothing(target)
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", " ", "9" * 5000])
+def test_a_length_that_is_none(length: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.send_header("Content-Length", length)
+        request.end_headers()
+        request.wfile.write(DATA)
+        request.close_connection = True
+
+    monkeypatch.setattr(HttpServer, "__abstractmethods__", frozenset())
+    server = HttpServer()
+    monkeypatch.setattr(server, "answer", answer)
+    fetch_dataset(f"{server.url}/data.jsonl", target)
+    server.close()
+    assert_complete(target)
+
+
+def test_a_redirection_to_no_address(server: Server, target: Path) -> None:
+    server.replies["/data.jsonl"] = Reply(b"", statuses=[302], headers={"Location": "http://[::1/x"})
+    with pytest.raises(UserError, match=r"data.jsonl leads to an invalid address: Invalid IPv6 URL; check it"):
+        fetch_dataset(f"{server.url}/data.jsonl", target)
 
 
 def test_empty_answer(server: Server, target: Path) -> None:
@@ -243,6 +269,14 @@ def test_disk_fills_up_on_the_way(server: Server, small_disk: Path, monkeypatch:
     with pytest.raises(
         UserError, match=rf"no space in .*disk: {len(DATA):,} bytes are needed, 2\d\d,\d+ bytes are free"
     ):
+        fetch_dataset(f"{server.url}/data.jsonl", small_disk / "raw")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_disk_full_and_the_size_is_not_known(server: Server, small_disk: Path) -> None:
+    server.replies["/data.jsonl"] = Reply(gzip.compress(DATA), headers={"Content-Encoding": "gzip"})
+    words = r"no space in .*disk: what is written does not fit, 2\d\d,\d+ bytes are free; remove old runs"
+    with pytest.raises(UserError, match=words):
         fetch_dataset(f"{server.url}/data.jsonl", small_disk / "raw")
     assert list(small_disk.iterdir()) == []
 

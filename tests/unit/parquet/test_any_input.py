@@ -193,6 +193,7 @@ MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "from", 
 def test_lists_and_objects(effort: settings, tmp_path: Path) -> None:
     @effort
     @given(st.lists(st.fixed_dictionaries({"a": TEXTS}, optional={"b": st.one_of(JSON, MESSAGES)})))
+    @example([{"a": "x", "b": [{}, {}]}, {"a": "y", "b": [{"": None}]}])
     def check(rows: list[Row]) -> None:
         path = tmp_path / "x.jsonl"
         path.write_bytes(WRITERS["x.jsonl"](rows))
