@@ -142,4 +142,5 @@ def start_job(
     """
     process = start_launcher(server, LAUNCH, module, kind, pipeline_run, json.dumps(changes))
     wait_until(lambda: any(p.process for pods in list(server.pods.values()) for p in pods))
+    wait_until(lambda: not server.requests[-1].startswith("POST"))  # the launcher has the answer to the job's creation
     return process

@@ -225,7 +225,9 @@ def test_a_length_that_is_none(length: str, target: Path, monkeypatch: pytest.Mo
 
 def test_a_redirection_to_no_address(server: Server, target: Path) -> None:
     server.replies["/data.jsonl"] = Reply(b"", statuses=[302], headers={"Location": "http://[::1/x"})
-    with pytest.raises(UserError, match=r"data.jsonl leads to an invalid address: Invalid IPv6 URL; check it"):
+    with pytest.raises(
+        UserError, match=r"data.jsonl cannot be fetched: it is, or leads to, an invalid address; check the"
+    ):
         fetch_dataset(f"{server.url}/data.jsonl", target)
 
 
