@@ -103,7 +103,7 @@ def write_parquet(source: Path, directory: Path, data: Data, prompt: Prompt | No
                 raise error
             if side.num_rejected:
                 log.warning("parquet: %s", side.describe_rejects(data))
-            for (column, text), num_rows in sorted(side.placeholders.items()):
+            for (column, text), num_rows in sorted(side.null_texts.items()):
                 words = "parquet: column '%s' says only '%s' in %s rows: if that means a missing value, leave them out"
                 log.warning(words, column, text, f"{num_rows:,}")
         facts.update(
@@ -228,7 +228,7 @@ class _Side:
     num_on_both_sides: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
     """The first NUM_EXAMPLES rejects."""
-    placeholders: Counter[tuple[str, str]] = field(default_factory=Counter)
+    null_texts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows in which a column says only one of PLACEHOLDERS: by column and text."""
     missing: UserError | None = None
     """Which column a file lacks, where no row of it is good."""
@@ -324,7 +324,7 @@ def _convert_file(
                     side.num_on_both_sides += sum(question in train.questions for question in questions)
                 table = table.append_column(IS_VALIDATION, pa.repeat(file.is_validation, len(table)))
             parquet_file.append(table)
-            side.placeholders += _placeholders(table)
+            side.null_texts += _null_texts(table)
             _write_rejects(rejects, file.name, rejects_file)
             side.num_rows += num_fresh
             side.num_duplicates += len(fresh) - num_fresh
@@ -358,7 +358,7 @@ def _up_to_max_rows(
     return table.slice(0, last + 1), fresh[: last + 1], rejects, True
 
 
-def _placeholders(table: pa.Table) -> Counter[tuple[str, str]]:
+def _null_texts(table: pa.Table) -> Counter[tuple[str, str]]:
     """Return how often a column says only one of PLACEHOLDERS, by column and text."""
     found: Counter[tuple[str, str]] = Counter()
     for name in table.column_names:
