@@ -268,7 +268,7 @@ def _check_response(response: requests.Response, shown: str) -> None:
     if transfer.is_temporary_status(status):
         raise transfer.Interrupted(f"the server answered {status} {response.reason}")
     remedies = {
-        401: "it needs a login; use an address with its own permission (a signed link, as docs/data.md shows), s3:// or a path",
+        401: "it needs a login; use a signed link (docs/data.md), s3:// or a path",
         403: "access is refused; check that the link has not expired and that you may read it",
         404: "nothing is there; check the address",
         410: "nothing is there any more; check the address",

@@ -173,7 +173,7 @@ def _receive_rest(origin: Origin, part: Path, facts: dict[str, Any]) -> None:
 
 def web_page(shown: str) -> UserError:
     """The error for what a server sends in place of a file."""
-    remedy = "use the link that downloads the file; where that needs a login, a signed link (docs/data.md), s3:// or a path"
+    remedy = "use the link that downloads the file; with a login: a signed link (docs/data.md), s3:// or a path"
     return UserError(f"{shown} is a web page, not a data file", remedy)
 
 
